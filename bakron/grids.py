@@ -1,5 +1,6 @@
-"""Scalar grids: which numbers a weight may become. A grid is data (tensors and integers), not a callback, so compiled kernels specialise on it.
+"""Scalar grids: which numbers a weight may become.
 
+A grid is data (tensors and integers), not a callback, so compiled kernels specialise on it.
 The one definition of rounding, shared by every solver and every test:
 
     code = clamp(round_half_even(t / scale) + zero, low, high)        value = (code - zero) * scale
@@ -90,15 +91,16 @@ class UniformGrid:
             levels: Number of levels, 2 to 256. Odd symmetric grids reach equally far both ways (7: -3..3); even ones have one more negative
                 code (8: -4..3). Asymmetric codes are 0..levels-1.
             group_size: Inputs per scale; None = one scale per row.
-            scale: "absmax" covers every weight; "mse" minimises the squared rounding error; "curvature" minimises it weighted by the pivots of A,
-                the coefficients of each entry in the loss identity (needs `kron`).
+            scale: "absmax" covers every weight; "mse" minimises the squared rounding error; "curvature" minimises it weighted by the
+                pivots of A, the coefficients of each entry in the loss identity (needs `kron`).
             symmetric: No zero points.
             kron: Damped Hessian, for "curvature".
             bits: Instead of levels: levels = 2**bits.
             dtype: Dtype in which scales are stored; default: W's, or float32 where W is float64.
 
         Raises:
-            RecipeError: Levels or bits out of range or both given, unknown scale rule, group size that does not divide n, curvature without kron.
+            RecipeError: Levels or bits out of range or both given, unknown scale rule, group size that does not divide n, curvature
+                without kron.
             ShapeError: W is not a finite matrix, or kron is of another width.
         """
         low, high = code_range(levels, bits, symmetric)
@@ -183,7 +185,7 @@ def code_range(levels: int | None, bits: int | None, symmetric: bool) -> tuple[i
 
 
 def _fit_symmetric(W: Tensor, weights: Tensor, low: int, high: int, search: bool) -> tuple[Tensor, None]:
-    """Scale per group of `W [m, G, g]`: the best of a line of shrunken absmax scales, then closed-form least squares on the chosen codes."""
+    """Scale per group of `W [m, G, g]`: the best of a line of shrunken absmax scales, then closed-form least squares on its codes."""
     top, bottom = W.amax(-1, keepdim=True), W.amin(-1, keepdim=True)
     widest = torch.maximum(top / max(high, 1), -bottom / -low).clamp_min(0)
     widest = torch.where(widest > 0, widest, torch.ones_like(widest))  # a zero group: any scale codes it as zeros

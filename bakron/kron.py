@@ -4,8 +4,8 @@
 
     L(E) = tr(B E A E^T) = vec(E)^T (A (x) B) vec(E)                (column-major vec)
 
-With `H = L^T L`, L lower triangular (the *reverse* Cholesky factorisation), the loss is `||L_B E L_A^T||_F^2`, and front-to-back rounding needs
-only the unit lower `N = diag(L)^-1 L` and the pivots `d = diag(L)^2` of each side: `H = N^T diag(d) N`.
+With `H = L^T L`, L lower triangular (the *reverse* Cholesky factorisation), the loss is `||L_B E L_A^T||_F^2`, and front-to-back rounding
+needs only the unit lower `N = diag(L)^-1 L` and the pivots `d = diag(L)^2` of each side: `H = N^T diag(d) N`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SYMMETRY_TOLERANCE = 1e-4  # of the largest entry; sums in float32 over many tok
 class Factor:
     """One side of a Kronecker-factored Hessian: a symmetric positive semi-definite matrix and, once asked for, its reverse Cholesky factor.
 
-    A Factor is immutable, so several `Kron`s may share one (q, k and v see the same inputs): it is factored once, and damped once an amount.
+    A Factor is immutable, so several `Kron`s may share one (q, k and v see the same inputs): it is factored once, and damped once an
+    amount.
 
     Args:
         H: Symmetric positive semi-definite, `[k, k]`, any floating dtype. Never modified. Only read, so do not modify it afterwards.
@@ -61,8 +62,8 @@ class Factor:
     def damp(self, amount: float, rule: Rule = "diagonal") -> Factor:
         """Normalise to mean diagonal 1, then add `amount * diag(H)` (rule "diagonal") or `amount * I` (rule "mean").
 
-        The diagonal rule shrinks correlations, `H_ij / (1 + amount)` relative to the diagonal, and does not let a few outlier channels set the level
-        for all the others.
+        The diagonal rule shrinks correlations, `H_ij / (1 + amount)` relative to the diagonal, and does not let a few outlier channels set
+        the level for all the others.
 
         Args:
             amount: Non-negative; a share of each diagonal entry, or of the mean diagonal.
@@ -148,7 +149,9 @@ class Factor:
         if bool((diagonal == 0).any()):
             i = int((diagonal == 0).nonzero()[0])
             if bool((H[(diagonal == 0)] != 0).any()):
-                raise FactorError(f"a Hessian factor with zero diagonal but non-zero row at index {i}", "a positive semi-definite matrix", index=i)
+                raise FactorError(
+                    f"a Hessian factor with zero diagonal but non-zero row at index {i}", "a positive semi-definite matrix", index=i
+                )
 
     def _factorise(self) -> None:
         if self._unit is not None:
@@ -159,8 +162,10 @@ class Factor:
         flipped, failed = torch.linalg.cholesky_ex(H.flip(0, 1))
         L = flipped.flip(0, 1).T.contiguous()
         diagonal = L.diagonal().clone()
-        if int(failed) or not bool((diagonal > 0).all()) or not bool(torch.isfinite(diagonal).all()):
-            index = H.shape[0] - int(failed) if int(failed) else int((~(diagonal > 0)).nonzero()[0])
+        noise = H.shape[0] * torch.finfo(torch.float64).eps * H.diagonal()  # a pivot this small is rounding, of either sign
+        lost = ~(diagonal.square() > noise)
+        if int(failed) or bool(lost.any()):
+            index = H.shape[0] - int(failed) if int(failed) else int(lost.nonzero()[-1])
             needed = self.smallest_damping()
             raise FactorError(
                 f"a Hessian factor [{H.shape[0]}, {H.shape[0]}] that is not positive definite: elimination stops at index {index}",
@@ -252,7 +257,7 @@ class Kron:
         return float((left * right).sum())
 
     def bound(self, step: float, m: int | None = None) -> float:
-        """Largest loss that rounding to an unclipped grid of this step can have: `step^2 / 4 tr(D_A) tr(D_B)` (Birnick and Saab 2026, Cor. 3.4).
+        """Largest loss of rounding to an unclipped grid of this step: `step^2 / 4 tr(D_A) tr(D_B)` (Birnick and Saab 2026, Cor. 3.4).
 
         Args:
             step: Distance of neighbouring grid points, the same everywhere.

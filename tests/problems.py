@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ class Problem:
     grid: UniformGrid
 
 
-def spd(size: int, generator: torch.Generator, *, decay: float = 1.0, tokens: int | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
+def spd(
+    size: int, generator: torch.Generator, *, decay: float = 1.0, tokens: int | None = None, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """A covariance with a power-law spectrum in a random basis, as activations have: `[size, size]`, mean diagonal about 1."""
     tokens = tokens or 4 * size + 8
     basis, _ = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
@@ -57,7 +60,11 @@ def problem(
     g = torch.Generator().manual_seed(seed * 7919 + m * 101 + n)
     W = torch.randn(m, n, generator=g, dtype=torch.float64).to(dtype)
     A = spd(n, g)
-    B = {"dense": lambda: spd(m, g), "identity": lambda: None, "diagonal": lambda: torch.diag(torch.rand(m, generator=g, dtype=torch.float64) + 0.1)}[b]()
+    B = {
+        "dense": lambda: spd(m, g),
+        "identity": lambda: None,
+        "diagonal": lambda: torch.diag(torch.rand(m, generator=g, dtype=torch.float64) + 0.1),
+    }[b]()
     if clipped:
         grid = UniformGrid.fit(W, levels, group_size, "mse", symmetric)
     else:
@@ -67,3 +74,43 @@ def problem(
         low, high = (-(2**20), 2**20)
         grid = UniformGrid(step.to(torch.float32), zero, low, high, group_size)
     return Problem(W, Kron(A, B), grid)
+
+
+# Shapes with one row, one column, primes and non-multiples of every tile; every kind of grid and of B.
+CASES: dict[str, dict[str, Any]] = {
+    "square": {"m": 16, "n": 16},
+    "wide": {"m": 5, "n": 40},
+    "tall": {"m": 37, "n": 6},
+    "prime": {"m": 23, "n": 31, "seed": 1},
+    "one-row": {"m": 1, "n": 17},
+    "one-column": {"m": 19, "n": 1},
+    "one-entry": {"m": 1, "n": 1},
+    "unclipped": {"m": 13, "n": 22, "clipped": False},
+    "grouped": {"m": 11, "n": 36, "group_size": 12},
+    "grouped-narrow": {"m": 9, "n": 24, "group_size": 3, "seed": 2},
+    "asymmetric": {"m": 14, "n": 18, "symmetric": False, "levels": 4},
+    "asymmetric-grouped": {"m": 10, "n": 33, "group_size": 11, "symmetric": False, "levels": 8},
+    "asymmetric-unclipped": {"m": 7, "n": 20, "group_size": 5, "symmetric": False, "clipped": False},
+    "two-levels": {"m": 12, "n": 15, "levels": 2},
+    "identity": {"m": 12, "n": 29, "b": "identity"},
+    "identity-grouped": {"m": 8, "n": 32, "group_size": 8, "b": "identity", "symmetric": False, "levels": 16},
+    "diagonal": {"m": 15, "n": 26, "b": "diagonal"},
+}
+
+
+def dyadic(m: int, n: int, *, seed: int = 0, low: int = -3, high: int = 3, density: float = 0.3) -> Problem:
+    """A problem whose every intermediate is a small multiple of 1/128, so that float32 is exact and the summation order does not matter.
+
+    Unit factors hold 0, ±1/4 and ±1/2, weights multiples of 1/8, scales powers of two. Exact ties are common.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def factor(k: int) -> Tensor:
+        entries = torch.tensor([-0.5, -0.25, 0.25, 0.5], dtype=torch.float64)[torch.randint(4, (k, k), generator=g)]
+        lower = torch.tril(entries * (torch.rand(k, k, generator=g) < min(density, 4 / k)), -1)
+        L = (lower + torch.eye(k, dtype=torch.float64)) * 2.0 ** torch.randint(-1, 2, (k, 1), generator=g)
+        return L.T @ L
+
+    W = torch.randint(-24, 25, (m, n), generator=g) / 8
+    scale = 2.0 ** torch.randint(-2, 1, (m, 1), generator=g)
+    return Problem(W.float(), Kron(factor(n), factor(m)), UniformGrid(scale.float(), None, low, high))

@@ -92,7 +92,9 @@ def solve(W: Tensor, kron: Kron, grid: UniformGrid, *, method: str = "auto") -> 
     kron.check(W)
     grid.check(W)
     if not W.is_floating_point() or not bool(torch.isfinite(W).all()):
-        raise ShapeError(f"a weight of dtype {W.dtype} with {int((~torch.isfinite(W)).sum())} non-finite entries", "finite floating point weights")
+        raise ShapeError(
+            f"a weight of dtype {W.dtype} with {int((~torch.isfinite(W)).sum())} non-finite entries", "finite floating point weights"
+        )
     work = W.detach().to(torch.float64 if W.dtype == torch.float64 else torch.float32).contiguous()
     sweep = METHODS[method]
     if sweep is None:
@@ -123,7 +125,8 @@ def certify(values: Tensor, W: Tensor, kron: Kron, grid: UniformGrid, *, toleran
         W: Original weight `[m, n]`.
         kron: The Hessian it was rounded against.
         grid: The grid it was rounded to.
-        tolerance: Excess distance that still counts as nearest, in units of the entry's scale: what float32 sums may cost at a decision boundary.
+        tolerance: Excess distance that still counts as nearest, in units of the entry's scale: what float32 sums may cost at a decision
+            boundary.
 
     Returns:
         Violations, the largest excess distance, and the loss by the identity (Birnick and Saab 2026, Prop. 3.1).

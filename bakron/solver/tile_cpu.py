@@ -10,7 +10,7 @@ from numba import njit
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
-def round_tile(W, above, left, N_B, N_A_T, scale, zero, group, low, high, two_sided, first, last, E, P, codes):  # noqa: D417
+def round_tile(W, above, left, N_B, N_A_T, scale, zero, group, low, high, two_sided, first, last, E, P, codes):  # type: ignore[no-untyped-def]  # noqa: D417
     """Round columns `first:last` of all rows of a panel, in place in `E`, `P` and `codes`.
 
     Args:

@@ -1,8 +1,10 @@
 """The production schedule on a CPU: every far update is a matrix product, rounding happens in small tiles in a compiled kernel.
 
 Rows go in panels, top to bottom. With `P = E N_A^T` kept for all finished rows, the feedback they give to panel I is one product,
-`N_B[I, <I] P[<I, :]`. Inside the panel columns go in blocks, left to right; the feedback of earlier columns of the same rows is one product a block,
-`E[I, <J] N_A[J, <J]^T`, and a narrow one a tile within the block. Each product covers exactly the finished triangle, so the work is mn(m + n) flops.
+`N_B[I, <I] P[<I, :]`. Inside the panel columns go in blocks, left to right; the feedback of earlier columns of the same rows is one
+product a block,
+`E[I, <J] N_A[J, <J]^T`, and a narrow one a tile within the block. Each product covers exactly the finished triangle, so the work is mn(m +
+n) flops.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def sweep(W: Tensor, kron: Kron, grid: UniformGrid, *, panel: int = PANEL, block
                 last = min(first + tile, stop)
                 round_tile(
                     W[rows].numpy(), above.numpy(), left.numpy(), within.numpy(), N_A_T.numpy(), scale[rows].numpy(), zero[rows].numpy(),
-                    n // scale.shape[1], grid.low, grid.high, N_B is not None, first, last, E[rows].numpy(), P_rows.numpy(), codes[rows].numpy(),
+                    n // scale.shape[1], grid.low, grid.high, N_B is not None, first, last, E[rows].numpy(), P_rows.numpy(),
+                    codes[rows].numpy(),
                 )  # fmt: skip
                 if last < stop:
                     left[:, last:stop].addmm_(E[rows, first:last], N_A_T[first:last, last:stop])

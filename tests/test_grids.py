@@ -1,0 +1,168 @@
+"""Grids: one rounding definition, scale fits that do what they say, stored scales, degenerate groups."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from problems import problem
+
+from bakron.errors import RecipeError, ShapeError
+from bakron.grids import UniformGrid, check_group, code_range
+from bakron.kron import Kron
+
+
+def weight(m=8, n=64, seed=0):
+    return torch.randn(m, n, generator=torch.Generator().manual_seed(seed))
+
+
+def error(grid, W, weights=1.0):
+    return float((weights * (grid.project(W)[1] - W).square()).sum())
+
+
+def plain(step=1.0, low=-3, high=3, zero=None, rows=1):
+    zeros = None if zero is None else torch.full((rows, 1), zero, dtype=torch.int32)
+    return UniformGrid(torch.full((rows, 1), step), zeros, low, high)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_is_half_to_even_and_clips_at_the_edges(dtype):
+    T = torch.tensor([[-9.0, -3.5, -3.0, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.0, 3.5, 9.0]], dtype=dtype)
+    codes, values = plain().project(T)
+    assert codes.tolist() == [[-3, -3, -3, -2, -2, 0, 0, 2, 2, 3, 3, 3]] and codes.dtype == torch.int32
+    assert torch.equal(values, codes.to(dtype))
+    codes, values = plain(low=0, high=7, zero=4).project(T)
+    assert codes.tolist() == [[0, 0, 1, 2, 2, 4, 4, 6, 6, 7, 7, 7]]
+    assert torch.equal(values, codes.to(dtype) - 4)
+
+
+def test_project_takes_blocks_and_equals_values_of_codes():
+    p = problem(6, 20, group_size=5, symmetric=False)
+    codes, values = p.grid.project(p.W)
+    block, block_values = p.grid.project(p.W[2:4, 3:12], slice(2, 4), slice(3, 12), 20)
+    assert torch.equal(block, codes[2:4, 3:12]) and torch.equal(block_values, values[2:4, 3:12])
+    assert torch.equal(p.grid.values(codes, torch.float64), values)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_search_never_loses_to_absmax_and_absmax_covers(bits, symmetric, group_size):
+    W = weight()
+    absmax = UniformGrid.fit(W, bits=bits, group_size=group_size, scale="absmax", symmetric=symmetric)
+    mse = UniformGrid.fit(W, bits=bits, group_size=group_size, scale="mse", symmetric=symmetric)
+    assert absmax.levels == mse.levels == 2**bits and absmax.symmetric is symmetric
+    for row in range(len(W)):
+        per = [float((g.project(W)[1] - W)[row].square().sum()) for g in (mse, absmax)]
+        assert per[0] <= per[1] * (1 + 1e-6)
+    worst = (absmax.project(W)[1] - W).abs() / absmax.expand(64)[0]
+    assert float(worst.max()) <= (0.5 if symmetric else 1.0) * (1 + 1e-5)  # asymmetric: the integer zero costs up to half a step at one end
+    assert mse.scale.shape == (8, 1 if group_size is None else 2)
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4, 7, 8, 15, 16])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_curvature_lowers_the_pivot_weighted_error(levels, symmetric):
+    p = problem(16, 48, group_size=12)
+    W, weights = p.W.float(), p.kron.A.pivots.float()
+    mse, curvature = (UniformGrid.fit(W, levels, 12, rule, symmetric, p.kron) for rule in ("mse", "curvature"))
+    assert error(curvature, W, weights) < error(mse, W, weights)
+    assert error(mse, W) <= error(curvature, W) * (1 + 1e-6)
+
+
+def test_curvature_needs_the_kron_and_survives_groups_of_dead_inputs():
+    W = weight(4, 8)
+    with pytest.raises(RecipeError, match="without kron"):
+        UniformGrid.fit(W, 7, scale="curvature")
+    with pytest.raises(ShapeError):
+        UniformGrid.fit(W, 7, scale="curvature", kron=Kron(torch.eye(6)))
+    A = torch.eye(8)
+    A[:4] = 0
+    grid = UniformGrid.fit(W, 7, 4, "curvature", kron=Kron(A))
+    assert torch.allclose(grid.scale[:, 0], UniformGrid.fit(W, 7, 4, "mse").scale[:, 0])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("scale", ["absmax", "mse", "curvature"])
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_zero_groups_and_constant_rows(bits, symmetric, scale, group_size):
+    W = weight()
+    W[2], W[3], W[4, :32], W[5] = 0, 0.37, 0, -0.37
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grid = UniformGrid.fit(W, None, group_size, scale, symmetric, Kron(torch.eye(64)), bits=bits)
+        codes, values = grid.project(W)
+    assert torch.isfinite(grid.scale).all() and (grid.scale > 0).all() and torch.isfinite(values).all()
+    assert not values[2].any() and not values[4, :32].any()
+    torch.testing.assert_close(values[5], W[5], rtol=1e-6, atol=0)
+    if not symmetric or scale != "absmax":
+        torch.testing.assert_close(values[3], W[3], rtol=1e-6, atol=0)
+    assert int(codes.min()) >= grid.low and int(codes.max()) <= grid.high
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_are_held_in_the_dtype_that_is_stored(dtype, symmetric):
+    W = weight()
+    W[0] *= 1e4
+    W[1] *= 1e-3
+    W = W.to(dtype)
+    grid = UniformGrid.fit(W, 15, 16, symmetric=symmetric)
+    assert grid.scale.dtype == dtype and torch.isfinite(grid.scale).all() and (grid.scale > 0).all()
+    codes, values = grid.project(W.float())
+    zero = 0 if grid.zero is None else grid.zero.repeat_interleave(16, 1)
+    assert torch.equal((codes - zero) * grid.scale.float().repeat_interleave(16, 1), values)
+    assert UniformGrid.fit(W.double(), 15).scale.dtype == torch.float32
+    assert UniformGrid.fit(W, 15, dtype=torch.float16).scale.dtype == torch.float16
+
+
+def test_scales_stay_in_the_range_of_their_dtype():
+    W = torch.stack([torch.linspace(-1e6, 1e6, 16), torch.linspace(-1e-7, 1e-7, 16)])
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        grid = UniformGrid.fit(W, 7, dtype=dtype)
+        assert torch.isfinite(grid.scale).all() and (grid.scale > 0).all()
+        assert torch.isfinite(grid.project(W)[1]).all()
+
+
+def test_code_ranges():
+    assert code_range(7, None, True) == (-3, 3)
+    assert code_range(8, None, True) == code_range(None, 3, True) == (-4, 3)
+    assert code_range(None, 4, False) == (0, 15)
+    for levels, bits, words in [
+        (None, None, "neither"),
+        (7, 3, "one of the two"),
+        (1, None, "2 to 256"),
+        (257, None, "2 to 256"),
+        (None, 9, "2 to 256"),
+    ]:
+        with pytest.raises(RecipeError, match=words):
+            code_range(levels, bits, True)
+
+
+def test_what_cannot_be_fitted_is_refused_in_words():
+    W = weight(3, 48)
+    with pytest.raises(RecipeError, match=r"group size 32 does not divide the 48 inputs.*\[16\]"):
+        UniformGrid.fit(W, 7, 32)
+    with pytest.raises(RecipeError, match="group_size=None"):
+        check_group(7, 3)
+    with pytest.raises(RecipeError, match="of q_proj"):
+        check_group(48, 0, "q_proj")
+    with pytest.raises(RecipeError, match="absmax, mse, curvature"):
+        UniformGrid.fit(W, 7, scale="best")
+    with pytest.raises(ShapeError, match="int64"):
+        UniformGrid.fit(W.long(), 7)
+    W[1, 5] = float("nan")
+    with pytest.raises(ShapeError, match=r"nan at \[1, 5\]"):
+        UniformGrid.fit(W, 7)
+
+
+def test_a_grid_knows_the_weight_it_was_fitted_for():
+    grid = UniformGrid.fit(weight(3, 48), 7, 16)
+    grid.check(weight(3, 48))
+    for shape in [(4, 48), (3, 32)]:
+        with pytest.raises(ShapeError, match=r"\[3, 48\]"):
+            grid.check(weight(*shape))
+    with pytest.raises(ShapeError, match=r"\[3, n\]"):
+        UniformGrid.fit(weight(3, 48), 7).check(weight(2, 48))
