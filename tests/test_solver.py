@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from problems import CASES, Problem, dyadic, problem, spd
@@ -12,15 +13,16 @@ from bakron.kron import Factor, Kron
 from bakron.solver import METHODS, certify, solve, targets, tiled
 
 FAST = [name for name in METHODS if name not in ("auto", "naive")]
-TILES = [(1, 1, 1), (3, 5, 2), (8, 8, 8), (4, 12, 3), (64, 256, 32)]
+TILES = [(1, 1, 1), (1, 1, 3), (16, 32, 2), (32, 64, 1), (256, 256, 2)]  # rows a panel, columns a block, threads
 
 
 @pytest.fixture
-def poison():
+def poison(monkeypatch):
     """Fill fresh memory with NaN, so that a schedule which reads what it never wrote is caught."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    monkeypatch.setattr(tiled, "empty", lambda shape, dtype: np.full(shape, np.nan if np.issubdtype(dtype, np.floating) else 2**30, dtype))
     yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
@@ -73,11 +75,11 @@ def test_every_method_equals_the_definition(method, case, poison):
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_tiles_of_every_size_give_the_same_codes(case, tiles, poison):
+def test_panels_and_blocks_of_every_size_on_any_threads_give_the_same_codes(case, tiles, poison):
     p = problem(**CASES[case])
-    panel, block, tile = tiles
-    codes = tiled.sweep(p.W, p.kron, p.grid, panel=panel, block=block, tile=tile)
-    assert torch.equal(codes, solve(p.W, p.kron, p.grid, method="naive").codes)
+    panel, block, threads = tiles
+    found = tiled.sweep(p.W, p.kron, p.grid, panel=panel, block=block, threads=threads)
+    assert torch.equal(found.codes, solve(p.W, p.kron, p.grid, method="naive").codes)
 
 
 @pytest.mark.parametrize("shape", [(9, 14), (40, 33), (65, 70), (1, 20), (20, 1)], ids=str)
@@ -96,9 +98,9 @@ def test_float32_is_bit_identical_where_float32_is_exact(method, shape, seed):
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_float32_tiles_are_bit_identical_where_float32_is_exact(tiles):
-    p = dyadic(37, 50, seed=3)
+    p = dyadic(37, 100, seed=3)
     exact = solve(p.W.double(), p.kron, p.grid, method="naive").codes
-    assert torch.equal(tiled.sweep(p.W, p.kron, p.grid, panel=tiles[0], block=tiles[1], tile=tiles[2]), exact)
+    assert torch.equal(tiled.sweep(p.W, p.kron, p.grid, panel=tiles[0], block=tiles[1], threads=tiles[2]).codes, exact)
 
 
 @pytest.mark.parametrize("method", METHODS)

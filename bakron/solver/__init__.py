@@ -10,7 +10,6 @@ Every method in `METHODS` returns the same answer: nearest-plane rounding on `A 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +19,7 @@ from bakron.errors import MethodError, ShapeError
 from bakron.grids import UniformGrid
 from bakron.kron import Kron
 from bakron.solver import reference, tiled
-
-Sweep = Callable[[Tensor, Kron, UniformGrid], Tensor]
+from bakron.solver.schedule import Sweep, identity_loss, targets
 
 
 def _auto(W: Tensor, kron: Kron, grid: UniformGrid) -> tuple[str, Sweep]:
@@ -101,20 +99,11 @@ def solve(W: Tensor, kron: Kron, grid: UniformGrid, *, method: str = "auto") -> 
         method, sweep = _auto(work, kron, grid)
     kron.factor()
     start = time.perf_counter()
-    codes = sweep(work, kron, grid)
+    codes, loss = sweep(work, kron, grid)
     seconds = time.perf_counter() - start
     values = grid.values(codes, work.dtype)
     dead = {"a": len(kron.A.dead), "b": 0 if kron.B is None else len(kron.B.dead)}
-    return Solution(values, codes, kron.loss(values - work), method, kron.damping, dead, seconds)
-
-
-def targets(values: Tensor, W: Tensor, kron: Kron) -> Tensor:
-    """Every entry's target, float64 `[m, n]`, from the values alone: two triangular products, no order, O(mn(m + n))."""
-    E = values.double() - W.double()
-    feedback = E @ kron.A.unit_as(torch.float64, E.device).T
-    if kron.B is not None:
-        feedback = kron.B.unit_as(torch.float64, E.device) @ feedback
-    return values.double() - feedback
+    return Solution(values, codes, loss, method, kron.damping, dead, seconds)
 
 
 def certify(values: Tensor, W: Tensor, kron: Kron, grid: UniformGrid, *, tolerance: float = 1e-3) -> Certificate:
@@ -146,7 +135,4 @@ def certify(values: Tensor, W: Tensor, kron: Kron, grid: UniformGrid, *, toleran
     gap = ((values.double() - T).abs() - (nearest - T).abs()) / scale
     off_grid = (onto - values.double()).abs() > 1e-5 * scale
     bad = (gap > tolerance) | off_grid | ~torch.isfinite(values)
-    residual = (values.double() - T).square()
-    rows = residual @ kron.A.pivots.to(T.device)
-    loss = rows.sum() if kron.B is None else (rows * kron.B.pivots.to(T.device)).sum()
-    return Certificate(int(bad.sum()), float(gap.max()), float(loss))
+    return Certificate(int(bad.sum()), float(gap.max()), identity_loss(values, T, kron))

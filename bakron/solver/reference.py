@@ -8,11 +8,12 @@ from torch import Tensor
 from bakron.errors import MethodError
 from bakron.grids import UniformGrid
 from bakron.kron import Kron
+from bakron.solver.schedule import Swept
 
 LARGEST = 4096  # entries of W: the dense factor holds LARGEST^2 float64
 
 
-def naive(W: Tensor, kron: Kron, grid: UniformGrid) -> Tensor:
+def naive(W: Tensor, kron: Kron, grid: UniformGrid) -> Swept:
     """Round one entry after the other, column by column, against the dense `A (x) B`, in float64.
 
     Args:
@@ -21,7 +22,7 @@ def naive(W: Tensor, kron: Kron, grid: UniformGrid) -> Tensor:
         grid: Fitted for W.
 
     Returns:
-        Codes `[m, n]` int32.
+        Codes `[m, n]` int32 and the loss.
 
     Raises:
         MethodError: W has too many entries for the dense Hessian.
@@ -33,9 +34,12 @@ def naive(W: Tensor, kron: Kron, grid: UniformGrid) -> Tensor:
     N = torch.kron(kron.A.unit.cpu(), N_B)  # the unit reverse Cholesky factor of A (x) B
     w, error = W.double().cpu().T.flatten(), torch.zeros(m * n, dtype=torch.float64)  # column-major vec
     codes = torch.empty(m, n, dtype=torch.int32)
+    pivots = torch.kron(kron.A.pivots.cpu(), torch.ones(m, dtype=torch.float64) if kron.B is None else kron.B.pivots.cpu())
+    loss = 0.0
     for k in range(m * n):
         i, j = k % m, k // m
         target = w[k] - N[k, :k] @ error[:k]
         code, value = grid.project(target.reshape(1, 1), slice(i, i + 1), slice(j, j + 1), n)
         codes[i, j], error[k] = code, value - w[k]
-    return codes.to(W.device)
+        loss += float(pivots[k] * (value - target) ** 2)
+    return Swept(codes.to(W.device), loss)

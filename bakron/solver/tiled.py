@@ -1,74 +1,208 @@
-"""The production schedule on a CPU: every far update is a matrix product, rounding happens in small tiles in a compiled kernel.
+"""The production schedule on a CPU: panels of rows, pipelined over threads; inside a panel, blocks and tiles of columns.
 
-Rows go in panels, top to bottom. With `P = E N_A^T` kept for all finished rows, the feedback they give to panel I is one product,
-`N_B[I, <I] P[<I, :]`. Inside the panel columns go in blocks, left to right; the feedback of earlier columns of the same rows is one
-product a block,
-`E[I, <J] N_A[J, <J]^T`, and a narrow one a tile within the block. Each product covers exactly the finished triangle, so the work is mn(m +
-n) flops.
+With `P = E N_A^T` kept for all finished rows, the feedback they give to panel I is one product, `N_B[I, <I] P[<I, :]`; the feedback of
+the finished columns of the panel's own rows is another, `E[I, <J] N_A[J, <J]^T`. Each covers exactly the finished triangle, so the work is
+mn(m + n) flops, all of it in one product kernel, and rounding happens in small tiles (`tile_cpu`). Panel I may round block J as soon as
+panel I - 1 has: threads take panels in turn and follow each other at a distance of one block.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from bakron.errors import MethodError
 from bakron.grids import UniformGrid
-from bakron.kron import Kron
+from bakron.kron import Factor, Kron
+from bakron.solver.schedule import Swept
 
-PANEL, BLOCK, TILE = 64, 256, 32  # rows a panel, columns a block, columns a tile; the result does not depend on them
+PANEL, BLOCK = 256, 256  # at most this many rows a panel, columns a block; the result does not depend on them
 
 
-def sweep(W: Tensor, kron: Kron, grid: UniformGrid, *, panel: int = PANEL, block: int = BLOCK, tile: int = TILE) -> Tensor:
+class Panel(NamedTuple):
+    """Rows that are rounded together: `top : top + height` of W, from `at` on in P, from `local` on within their head."""
+
+    top: int
+    height: int
+    at: int
+    local: int
+
+
+def sweep(W: Tensor, kron: Kron, grid: UniformGrid, *, panel: int | None = None, block: int = BLOCK, threads: int | None = None) -> Swept:
     """Round W in panels, blocks and tiles.
 
     Args:
         W: `[m, n]`, float32 or float64, contiguous, on the CPU.
         kron: Hessian.
         grid: Fitted for W.
-        panel: Rows rounded between two products with N_B.
-        block: Columns rounded between two products with N_A.
-        tile: Columns a kernel call rounds.
+        panel: Rows rounded between two products with N_B; rounded up to a multiple of the vector length.
+        block: Columns rounded between two products with N_A; rounded up to a multiple of the tile.
+        threads: Panels rounded at once; default: as many threads as torch uses.
 
     Returns:
-        Codes `[m, n]` int32.
+        Codes `[m, n]` int32 and the loss.
 
     Raises:
         MethodError: W is not on the CPU.
     """
-    from bakron.solver.tile_cpu import round_tile  # numba takes a second to import
+    from bakron.solver.tile_cpu import TILE  # numba takes a second to import
+    from bakron.solver.vectors import LANES
 
     if W.device.type != "cpu":
         raise MethodError(f"method 'tiled' on device {W.device}", "a weight on the CPU", "Move the weight to the CPU")
-    m, n = W.shape
-    N_A_T = kron.A.unit_as(W.dtype, W.device).T.contiguous()
-    N_B = None if kron.B is None else kron.B.unit_as(W.dtype, W.device)
-    scale = grid.scale.to(W.dtype).contiguous()
-    zero = torch.zeros_like(scale) if grid.zero is None else grid.zero.to(W.dtype)
-    E, codes = torch.empty_like(W), torch.empty(m, n, dtype=torch.int32)
-    P = torch.empty_like(W) if N_B is not None else torch.empty(panel, n, dtype=W.dtype)
-    within = torch.eye(panel, dtype=W.dtype)  # N_B[I, I]
-    for top in range(0, m, panel):
-        rows = slice(top, min(top + panel, m))
-        height = rows.stop - top
-        above = torch.zeros(height, n, dtype=W.dtype)
-        if N_B is not None:
-            within = N_B[rows, rows].contiguous()
-            if top:
-                torch.mm(N_B[rows, :top], P[:top], out=above)
-        P_rows = P[rows] if N_B is not None else P[:height]
-        left = torch.zeros(height, n, dtype=W.dtype)
-        for start in range(0, n, block):
-            stop = min(start + block, n)
-            if start:
-                left[:, start:stop] = E[rows, :start] @ N_A_T[:start, start:stop]
-            for first in range(start, stop, tile):
-                last = min(first + tile, stop)
-                round_tile(
-                    W[rows].numpy(), above.numpy(), left.numpy(), within.numpy(), N_A_T.numpy(), scale[rows].numpy(), zero[rows].numpy(),
-                    n // scale.shape[1], grid.low, grid.high, N_B is not None, first, last, E[rows].numpy(), P_rows.numpy(),
-                    codes[rows].numpy(),
-                )  # fmt: skip
-                if last < stop:
-                    left[:, last:stop].addmm_(E[rows, first:last], N_A_T[first:last, last:stop])
-    return codes
+    m = W.shape[0]
+    threads = threads or torch.get_num_threads()
+    head = m if kron.B is None else kron.B.size
+    if panel is None:  # short weights: enough panels to keep every thread busy while the first and last wait
+        panel = min(PANEL, max(2 * LANES, -(-m // (4 * threads))))
+    panels = _panels(m, head, -(-panel // LANES) * LANES, LANES)
+    work = _Work(W, kron, grid, panels, -(-block // TILE), TILE, LANES)
+    work.run(min(threads, len(panels)))
+    losses = torch.from_numpy(work.losses)
+    return Swept(torch.from_numpy(work.codes), float(losses.sum() if kron.B is None else losses @ kron.B.pivots))
+
+
+def _panels(m: int, head: int, panel: int, lanes: int) -> list[Panel]:
+    panels, at = [], 0
+    for start in range(0, m, head):
+        for local in range(0, head, panel):
+            height = min(panel, head - local)
+            panels.append(Panel(start + local, height, at, local))
+            at += -(-height // lanes) * lanes
+    return panels
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Fresh memory. From numpy, which asks for huge pages: with small ones, first touches would take a tenth of the sweep."""
+    return np.empty(shape, dtype)
+
+
+def _numpy(dtype: torch.dtype) -> Any:
+    return {torch.float32: np.float32, torch.float64: np.float64}[dtype]
+
+
+def _pack_columns(factor: Factor, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The unit factor of A as the kernels want it; see `tile_cpu.pack_columns`."""
+    from bakron.solver.tile_cpu import TILE, pack_columns
+    from bakron.solver.vectors import LANES
+
+    count = -(-factor.size // TILE)
+    tiles = empty((count, factor.size, TILE), _numpy(dtype))
+    skewed = np.zeros((count, TILE, TILE + 2 * LANES), _numpy(dtype))
+    pack_columns(factor.unit.cpu().numpy(), factor.pivots.cpu().numpy(), tiles, skewed)
+    return tiles, skewed
+
+
+def _pack_rows(factor: Factor, dtype: torch.dtype, panel: int) -> np.ndarray:
+    """The unit factor of B in slabs of `panel` columns, with a vector's worth of zero rows below for the last panel to run over."""
+    from bakron.solver.vectors import LANES
+
+    unit = factor.unit.cpu().numpy()
+    slabs = empty((-(-unit.shape[1] // panel), unit.shape[0] + LANES, panel), _numpy(dtype))
+    for number, slab in enumerate(slabs):
+        columns = unit[:, number * panel : (number + 1) * panel]
+        slab[number * panel : -LANES, : columns.shape[1]] = columns[number * panel :]  # above the diagonal nothing is read
+        slab[-LANES:] = 0
+    return slabs
+
+
+@dataclass
+class _Scratch:
+    """One thread's scratch memory."""
+
+    E: np.ndarray
+    F: np.ndarray
+    L: np.ndarray
+    work: tuple[np.ndarray, np.ndarray]
+
+
+class _Work:
+    """The arrays of one sweep, and how far each panel has come."""
+
+    def __init__(self, W: Tensor, kron: Kron, grid: UniformGrid, panels: list[Panel], per_block: int, tile: int, lanes: int) -> None:
+        m, n = W.shape
+        self.W, self.panels, self.per_block, self.tile = W.numpy(), panels, per_block, tile
+        self.count = -(-n // tile)  # tile columns
+        self.two_sided = kron.B is not None
+        self.tiles, self.skewed = kron.A.memo(("columns", W.dtype), lambda: _pack_columns(kron.A, W.dtype))
+        self.tallest = max(-(-p.height // lanes) * lanes for p in panels)
+        self.N_B = np.zeros((1, 0, 0), self.W.dtype)
+        if kron.B is not None:
+            B, tallest = kron.B, self.tallest
+            self.N_B = B.memo(("rows", W.dtype, tallest), lambda: _pack_rows(B, W.dtype, tallest))
+        self.P = empty((self.count, panels[-1].at + self.tallest if self.two_sided else 0, tile), self.W.dtype)
+        self.codes = empty((m, n), np.int32)
+        self.losses = np.zeros(m)
+        self.grid = _kernel_grid(grid, n, W.dtype)
+        self.done = [0] * len(panels)
+        self.turn, self.step, self.failed = itertools.count(), threading.Condition(), False
+
+    def run(self, threads: int) -> None:
+        if threads == 1:
+            self._follow()
+            return
+        with ThreadPoolExecutor(threads - 1) as pool:
+            others = [pool.submit(self._follow) for _ in range(threads - 1)]
+            self._follow()
+        for other in others:
+            other.result()
+
+    def _scratch(self) -> _Scratch:
+        per_block = min(self.per_block, self.count)
+        shape, dtype = (per_block, self.tallest, self.tile), self.W.dtype
+        E = empty((-(-self.count // per_block), self.tallest, per_block * self.tile), dtype)
+        return _Scratch(E, empty(shape, dtype), empty(shape, dtype), (empty(shape, dtype), empty(shape, np.int32)))
+
+    def _follow(self) -> None:
+        """Take the next panel in turn, until there is none."""
+        try:
+            scratch = self._scratch()
+            while (index := next(self.turn)) < len(self.panels) and not self.failed:
+                self._panel(index, scratch)
+        except BaseException:
+            with self.step:
+                self.failed = True
+                self.step.notify_all()
+            raise
+
+    def _panel(self, index: int, scratch: _Scratch) -> None:
+        from bakron.solver.tile_cpu import product, round_block
+
+        panel = self.panels[index]
+        above = panel.local if self.two_sided else 0  # rows
+        padded = -(-panel.height // 4) * 4  # the product kernel takes four rows at a time
+        own = self.N_B[panel.local // self.tallest if self.two_sided else 0]
+        E, F, L = scratch.E, scratch.F, scratch.L
+        for number, first in enumerate(range(0, self.count, self.per_block)):
+            if above:
+                with self.step:
+                    self.step.wait_for(lambda: self.failed or self.done[index - 1] > number)  # noqa: B023
+            if self.failed:
+                return
+            count = min(self.per_block, self.count - first)
+            product(F, padded, self.N_B, panel.top, above, self.P, first, panel.at - above, count)
+            product(L, padded, E, 0, first * self.tile, self.tiles, first, 0, count)
+            round_block(
+                self.W, (panel.top, panel.height, panel.at), E[number], self.P, F, L, scratch.work, own, self.tiles, self.skewed,
+                (first, count), self.grid, self.two_sided, self.codes, self.losses,
+            )  # fmt: skip
+            with self.step:
+                self.done[index] = number + 1
+                self.step.notify_all()
+
+
+def _kernel_grid(grid: UniformGrid, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The grid as plain arrays and numbers of the sweep's dtype; see `tile_cpu.round_block`."""
+    number = _numpy(dtype)
+    scale = grid.scale.to(dtype).contiguous()
+    zero = torch.zeros_like(scale) if grid.zero is None else grid.zero.to(dtype).contiguous()
+    group_of = np.arange(n) // (n // grid.scale.shape[1])
+    none = np.zeros(0, number)
+    return scale.numpy(), zero.numpy(), group_of, number(grid.low), number(grid.high), none, none
