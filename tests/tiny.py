@@ -1,0 +1,89 @@
+"""Tiny random models of every supported architecture, and a tokenizer to go with them, made in memory."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KINDS = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")
+
+VOCABULARY = ["<unk>", "<s>", "</s>", *string.ascii_lowercase, *string.digits, " ", "\n", *string.punctuation]
+
+
+def tiny_tokenizer(bos: bool = True) -> Any:
+    """One token per character (upper case is unknown); puts `<s>` in front if `bos`; has no pad token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    if bos:
+        core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", VOCABULARY.index("<s>"))])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=128,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tiny_config(kind: str, **changes: Any) -> Any:
+    """Configuration of a tiny model: 2 blocks, width 64, 4 heads on 2 key-value heads, 128 tokens of vocabulary; `changes` win."""
+    import transformers
+
+    shape: dict[str, Any] = dict(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        bos_token_id=VOCABULARY.index("<s>"),
+        eos_token_id=VOCABULARY.index("</s>"),
+        pad_token_id=None,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    name, own = {
+        "llama": ("LlamaConfig", {}),
+        "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+        "mistral": ("MistralConfig", {"sliding_window": 8}),
+        "qwen2": ("Qwen2Config", {}),
+        "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    }[kind]
+    return getattr(transformers, name)(**{**shape, **own, **changes})
+
+
+def tiny_model(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """A randomly initialised model in float32 and eval mode; biases and norm weights are random too, so that losing one shows."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):
+                    parameter.normal_(std=0.1)
+                elif "norm" in name:
+                    parameter.normal_(mean=1.0, std=0.1)
+    return model.eval()
+
+
+def save_tiny(path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | None = None, **changes: Any) -> Path:
+    """Write a tiny model, its tokenizer and its generation config to a directory, as a user would have it on disk."""
+    model = tiny_model(kind, seed, **changes)
+    if dtype is not None:
+        model = model.to(dtype)
+        model.config.dtype = dtype
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return Path(path)
