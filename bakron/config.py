@@ -269,7 +269,10 @@ def _read(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _refuse_repeats(root)
+        values = yaml.safe_load(text)
     except FileNotFoundError:
         raise RecipeError(f"there is no recipe file {path}", do="Check the path") from None
     except UnicodeDecodeError as error:
@@ -286,6 +289,16 @@ def _read(path: Path) -> dict[str, Any]:
         kind = "a list" if isinstance(values, list) else "a single value"
         raise RecipeError(f"{path}, line 1: the recipe is {kind}", "a mapping, lines of the form `key: value`")
     return {str(key): value for key, value in values.items()}
+
+
+def _refuse_repeats(root: Any) -> None:
+    import yaml
+
+    seen = set()
+    for key, _ in root.value if isinstance(root, yaml.MappingNode) else []:
+        if key.value in seen:
+            raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
+        seen.add(key.value)
 
 
 def dump(recipe: Recipe) -> str:

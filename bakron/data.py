@@ -129,7 +129,7 @@ def load(spec: str, *, split: Split) -> Texts:
         raise DataError(f"{source} holds no text, only {_count(blank, 'blank line')}", "at least one document that is not blank")
     digest = hashlib.sha256()
     for index, document in enumerate(documents):
-        digest.update(b"\0" * (index > 0) + document.encode("utf-8", "surrogatepass"))
+        digest.update(b"\0" * (index > 0) + document.encode())
     return Texts(tuple(documents), source, digest.hexdigest(), blank)
 
 
@@ -162,6 +162,13 @@ def _collect(rows: Iterable[str | None]) -> tuple[list[str], int]:
 def _file(spec: str) -> tuple[Path, str | None] | None:
     """Split a spec into a file and a column; `None` if it names a hub data set."""
     path, column = Path(spec).expanduser(), None
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:  # a null byte, a name that is too long: most likely the text itself
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise DataError(f"{spec[:40]!r}{'...' * (len(spec) > 40)} is no path that can be read", _KINDS) from None
+    if not spec.strip():
+        raise DataError("the data spec is blank", _KINDS)
     if not path.exists() and ":" in spec:
         head, _, tail = spec.rpartition(":")
         if Path(head).expanduser().is_file() or Path(head).suffix.lower() in (*TABLES, ".txt"):
@@ -285,6 +292,10 @@ def _text(value: object, where: str, column: str) -> str | None:
     if not isinstance(value, str):
         shown = "null" if value is None else f"of type {type(value).__name__}"
         raise DataError(f"{where}: {column!r} is {shown}", "a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: {column!r} has half a surrogate pair at character {error.start:,}", "valid Unicode") from None
     return value if value.strip() else None
 
 

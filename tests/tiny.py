@@ -79,7 +79,10 @@ def tiny_model(kind: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def save_tiny(path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | None = None, **changes: Any) -> Path:
-    """Write a tiny model, its tokenizer and its generation config to a directory, as a user would have it on disk."""
+    """Write a tiny model, its tokenizer and its generation config to a directory, as a user would have it on disk.
+
+    `AutoTokenizer` reads the tokenizer of a `qwen2` directory as a byte-level one, which knows neither blank nor newline; it still works.
+    """
     model = tiny_model(kind, seed, **changes)
     if dtype is not None:
         model = model.to(dtype)
