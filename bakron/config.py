@@ -142,7 +142,7 @@ def _levels(levels: int | None, bits: int | None) -> tuple[int, int | None]:
     if levels is not None and bits is not None and levels != 2**bits:
         raise RecipeError(f"levels is {levels} and bits is {bits}, which means {2**bits} levels", do="Give one of the two")
     levels = levels or 2 ** (bits or 4)
-    return levels, levels.bit_length() - 1 if levels & (levels - 1) == 0 else None
+    return levels, levels.bit_length() - 1 if levels >= 4 and levels & (levels - 1) == 0 else None
 
 
 def _refuse_idle(recipe: Recipe) -> None:

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakron import config
@@ -49,6 +49,7 @@ def test_defaults_by_method(method, expected):
         ({}, 16, 4),
         ({"levels": 7}, 7, None),
         ({"levels": 8}, 8, 3),
+        ({"levels": 2}, 2, None),
         ({"bits": 2}, 4, 2),
         ({"levels": 8, "bits": 3}, 8, 3),
         ({"levels": 256}, 256, 8),
@@ -94,6 +95,7 @@ optional = {
 }
 
 
+@settings(deadline=None)
 @given(method=st.sampled_from(METHODS), values=st.fixed_dictionaries({}, optional=optional))
 def test_resolved_recipe_survives_the_file_and_resolves_to_itself(tmp_path_factory, method, values):
     try:
