@@ -148,7 +148,9 @@ class Factor:
         if bool((diagonal == 0).any()):
             i = int((diagonal == 0).nonzero()[0])
             if bool((H[(diagonal == 0)] != 0).any()):
-                raise FactorError(f"a Hessian factor with zero diagonal but non-zero row at index {i}", "a positive semi-definite matrix", index=i)
+                raise FactorError(
+                    f"a Hessian factor with zero diagonal but non-zero row at index {i}", "a positive semi-definite matrix", index=i
+                )
 
     def _factorise(self) -> None:
         if self._unit is not None:

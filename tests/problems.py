@@ -20,7 +20,9 @@ class Problem:
     grid: UniformGrid
 
 
-def spd(size: int, generator: torch.Generator, *, decay: float = 1.0, tokens: int | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
+def spd(
+    size: int, generator: torch.Generator, *, decay: float = 1.0, tokens: int | None = None, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """A covariance with a power-law spectrum in a random basis, as activations have: `[size, size]`, mean diagonal about 1."""
     tokens = tokens or 4 * size + 8
     basis, _ = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
@@ -57,7 +59,11 @@ def problem(
     g = torch.Generator().manual_seed(seed * 7919 + m * 101 + n)
     W = torch.randn(m, n, generator=g, dtype=torch.float64).to(dtype)
     A = spd(n, g)
-    B = {"dense": lambda: spd(m, g), "identity": lambda: None, "diagonal": lambda: torch.diag(torch.rand(m, generator=g, dtype=torch.float64) + 0.1)}[b]()
+    B = {
+        "dense": lambda: spd(m, g),
+        "identity": lambda: None,
+        "diagonal": lambda: torch.diag(torch.rand(m, generator=g, dtype=torch.float64) + 0.1),
+    }[b]()
     if clipped:
         grid = UniformGrid.fit(W, levels, group_size, "mse", symmetric)
     else:

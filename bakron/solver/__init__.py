@@ -92,7 +92,9 @@ def solve(W: Tensor, kron: Kron, grid: UniformGrid, *, method: str = "auto") -> 
     kron.check(W)
     grid.check(W)
     if not W.is_floating_point() or not bool(torch.isfinite(W).all()):
-        raise ShapeError(f"a weight of dtype {W.dtype} with {int((~torch.isfinite(W)).sum())} non-finite entries", "finite floating point weights")
+        raise ShapeError(
+            f"a weight of dtype {W.dtype} with {int((~torch.isfinite(W)).sum())} non-finite entries", "finite floating point weights"
+        )
     work = W.detach().to(torch.float64 if W.dtype == torch.float64 else torch.float32).contiguous()
     sweep = METHODS[method]
     if sweep is None:

@@ -10,7 +10,24 @@ from numba import njit
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
-def round_tile(W, above, left, N_B, N_A_T, scale, zero, group, low, high, two_sided, first, last, E, P, codes):  # noqa: D417
+def round_tile(
+    W: np.ndarray,
+    above: np.ndarray,
+    left: np.ndarray,
+    N_B: np.ndarray,
+    N_A_T: np.ndarray,
+    scale: np.ndarray,
+    zero: np.ndarray,
+    group: int,
+    low: int,
+    high: int,
+    two_sided: bool,
+    first: int,
+    last: int,
+    E: np.ndarray,
+    P: np.ndarray,
+    codes: np.ndarray,
+) -> None:  # noqa: D417
     """Round columns `first:last` of all rows of a panel, in place in `E`, `P` and `codes`.
 
     Args:
