@@ -182,7 +182,7 @@ def block_gradients(
     """
     linears = walk.linears(i)
     grams = {name: Gram(linear.out_features, walk.device) for name, linear in linears.items()}
-    norms = {name: torch.empty(inputs.shape[:2]) for name in linears}
+    norms = {name: torch.empty(inputs.shape[:2], dtype=torch.float32) for name in linears}
     result = torch.empty_like(gradient)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
