@@ -90,3 +90,64 @@ def save_tiny(path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | N
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return Path(path)
+
+
+def save_tiny_gguf(path: str | Path, seed: int = 0, quantized: bool = False) -> Any:
+    """Write a tiny llama with a byte-level tokenizer as a GGUF file, block linears in Q8_0 if `quantized`; returns the model whose weights it holds."""
+    import gguf
+
+    model = tiny_model("llama", seed)
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    characters = [token.replace(" ", "Ġ").replace("\n", "Ċ") for token in VOCABULARY]
+    writer.add_token_list([*characters, "th", *(f"<{index}>" for index in range(config.vocab_size - len(VOCABULARY) - 1))])
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            module, block = name.removesuffix(".weight"), ""
+            if module.startswith("model.layers."):
+                _, _, index, module = module.split(".", 3)
+                block = f"blk.{index}."
+            q8 = quantized and module.endswith("_proj")
+            if q8:  # onto the format's own values, so that the file holds this model exactly
+                packed = gguf.quants.quantize(parameter.numpy(), gguf.GGMLQuantizationType.Q8_0)
+                parameter.copy_(torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)))
+            stored = parameter.detach()
+            if module in heads:  # GGUF keeps the two halves of a rotary pair side by side
+                half = stored.shape[0] // heads[module] // 2
+                stored = stored.reshape(heads[module], 2, half, -1).transpose(1, 2).reshape(stored.shape)
+            array = stored.contiguous().numpy()
+            kind = gguf.GGMLQuantizationType.Q8_0 if q8 else None
+            writer.add_tensor(f"{block}{names[module]}.weight", gguf.quants.quantize(array, kind) if q8 else array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model

@@ -68,6 +68,8 @@ def write_checkpoint(
     _write_companions(out, model, tokenizer, source)
     config = copy.deepcopy(model.config)
     config.dtype, config.use_cache = dtype, True
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # that of a GGUF source, whose weights are plain by now
     if quantization is not None:
         config.quantization_config = quantization
     config.save_pretrained(out)

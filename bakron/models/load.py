@@ -101,9 +101,10 @@ def _check_shards(path: Path) -> None:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            outside = [name for name in names if Path(name).name != name]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} cannot be read: {error!r}", "a JSON index with a weight_map", "Download it again") from error
-        if outside := [name for name in names if Path(name).name != name]:
+        if outside:
             raise ModelError(f"{index} points outside its directory: {outside[0]}", "plain file names")
     else:
         names = ["model.safetensors"]
@@ -193,12 +194,12 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
         The model.
 
     Raises:
-        ModelError: It cannot be read, lacks weights, holds NaN or Inf, or is of an unknown architecture.
+        ModelError: It cannot be read, lacks weights or has others than its config, holds NaN or Inf, or is of an unknown architecture.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "use_safetensors": True}
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
     if source.gguf:
         _need_gguf(source)
         options |= {"gguf_file": source.gguf}
@@ -216,12 +217,20 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
             ) from error
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ModelError(f"{source.name} cannot be loaded: {_first_line(error)}", "a complete causal language model") from error
-    layout_of(model.config.model_type)
+    layout = layout_of(model.config.model_type)
     missing = sorted(set(info["missing_keys"]) - tied_names(model))
-    if missing or info["mismatched_keys"]:
+    if missing:
+        raise ModelError(f"{source.name} lacks {len(missing)} weights: {', '.join(missing[:3])}", "all weights")
+    if misshapen := sorted(info["mismatched_keys"]):
+        name, found, expected = misshapen[0]
         raise ModelError(
-            f"{source.name} lacks {len(missing)} weights or has them in another shape: {missing[:3] or info['mismatched_keys']}",
-            "all weights",
+            f"{name} of {source.name} has shape {list(found)}", f"{list(expected)} by its config", "Get weights and config of one model"
+        )
+    # Biases that the config denies, or blocks beyond its count: the model would run without them.
+    if unused := sorted(name for name in info["unexpected_keys"] if name.startswith(layout.blocks + ".")):
+        raise ModelError(
+            f"{source.name} holds {len(unused)} weights that its config has no place for: {', '.join(unused[:3])}",
+            do="Get weights and config of one model",
         )
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
