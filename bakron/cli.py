@@ -1,0 +1,157 @@
+"""The command line: flags to recipes, results to the screen. Everything it does can be done with `bakron.quantize` and `bakron.evaluate`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+
+from bakron import __version__
+from bakron.config import Recipe
+from bakron.errors import BakronError
+
+app = typer.Typer(
+    help="Quantize language models against a two-sided Hessian (BaKron), at the cost of GPTQ.\n\n"
+    "First run: bakron quantize MODEL OUT, then bakron evaluate OUT --reference MODEL.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+GROUPS = {
+    "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "dtype"),
+    "How to round": ("method", "hessian", "factor", "damping", "damp_a", "damp_b", "inputs"),
+    "Calibration": ("data", "sequences", "length", "seed"),
+    "Machine": ("device", "batch", "factors"),
+}
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def quantize(model: str, out: str, recipe: str | None, quiet: bool, **flags: Any) -> None:
+    """Quantize MODEL (a Hugging Face directory, hub name or GGUF file) into the new directory OUT.
+
+    OUT becomes a Hugging Face directory; OUT/bakron/ holds the effective recipe, one line per linear in events.jsonl, and summary.json.
+    Flags win over the recipe file. Example: bakron quantize ./Qwen3-0.6B ./Qwen3-0.6B-3bit --levels 7
+    """
+    from bakron import api
+    from bakron.display import Display
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    with Display(quiet) as display:
+        summary = api.quantize(model, out, recipe=recipe, progress=display.progress, log=display.log, **given)
+    seconds = summary["seconds"]
+    if not quiet:
+        typer.echo(
+            f"{out}: {summary['parameters']['quantized']:,} weights ({summary['parameters']['quantized_percent']} % of all parameters) at "
+            f"{summary['bits_per_weight']} bits ({summary['stored_bits_per_weight']} as stored); {seconds['total']:.0f} s, of it "
+            f"{seconds['hessian']:.0f} s Hessians, {seconds['solve']:.0f} s solving ({100 * summary['core_share']:.1f} %)"
+        )
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Hugging Face directory (also a quantized one), hub name, or GGUF file.")],
+    reference: Annotated[str | None, typer.Option(help="The original model, for KL divergence and agreement.")] = None,
+    data: Annotated[
+        str, typer.Option(help="Text: a .txt, .jsonl or .parquet file, a hub data set, or builtin (its evaluation part).")
+    ] = "builtin",
+    length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
+    sequences: Annotated[int | None, typer.Option(help="Windows, from the start of the text. Default: all.")] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, ...")] = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Perplexity of MODEL and, with --reference, KL divergence from the original (nats per token) and agreement of the most likely token."""
+    from bakron import api
+    from bakron.display import Display
+    from bakron.errors import OutputError
+
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise OutputError(f"--json {json_file} cannot be written", "a file in an existing directory")
+    with Display(quiet) as display:
+        result = api.evaluate(
+            model,
+            reference=reference,
+            data=data,
+            length=length,
+            sequences=sequences,
+            device=device,
+            progress=display.progress,
+            log=display.log,
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    typer.echo(f"perplexity {result['perplexity']:.4f}")
+    if result["kl"] is not None:
+        typer.echo(f"kl         {result['kl']:.5f} nats per token\nagreement  {100 * result['agreement']:.2f} %")
+    typer.echo(f"tokens     {result['tokens']:,} in {result['sequences']} windows of {result['length']}")
+
+
+def main() -> None:
+    """Entry point: an error that bakron knows ends in one line and exit status 2, an interrupt in 130."""
+    try:
+        app()
+    except BakronError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+
+
+def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a function one option for each field of `Recipe`, with the field's own description as help, so that the two cannot drift apart."""
+    panel = {name: title for title, names in GROUPS.items() for name in names}
+    parameters = {
+        "model": Annotated[str, typer.Argument(help="Hugging Face directory, hub name, or GGUF file.")],
+        "out": Annotated[str, typer.Argument(help="New or empty directory.")],
+    }
+    options: dict[str, Any] = {
+        "recipe": Annotated[str | None, typer.Option(help="YAML file with any of the settings below; flags win over it.")],
+    }
+    for name, field in Recipe.model_fields.items():
+        kind = (
+            next((part for part in get_args(field.annotation) if part is not NoneType), None)
+            if _optional(field.annotation)
+            else field.annotation
+        )
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        flag = "--" + name.replace("_", "-")
+        declared = (flag + "/--asymmetric",) if name == "symmetric" else (flag,)
+        default = "" if field.default is None or name == "symmetric" else f" [default: {field.default}]"
+        options[name] = Annotated[
+            (str if choices else kind) | None,  # type: ignore[operator]
+            typer.Option(
+                *declared,
+                help=(field.description or "") + default,
+                metavar="|".join(choices) if choices else None,
+                rich_help_panel=panel[name],
+                show_default=False,
+            ),
+        ]
+    options["quiet"] = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
+    ordinary = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, ordinary, annotation=kind) for name, kind in parameters.items()]
+        + [inspect.Parameter(name, ordinary, annotation=kind, default=False if name == "quiet" else None) for name, kind in options.items()]
+    )
+    function.__annotations__ = parameters | options | {"return": None}
+    return function
+
+
+def _optional(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
+
+
+app.command()(_with_recipe_flags(quantize))

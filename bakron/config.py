@@ -1,0 +1,326 @@
+"""The recipe: every choice of a run in one flat, frozen model, read from and written to YAML."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from bakron.errors import RecipeError
+
+Method = Literal["rtn", "gptq", "bakron"]
+Hessian = Literal["input", "backprop"]
+FactorName = Literal["kfac", "shampoo", "mixed"]
+Scale = Literal["absmax", "mse", "curvature"]
+Damping = Literal["diagonal", "mean"]
+Inputs = Literal["quantized", "original"]
+Format = Literal["compressed-tensors", "dense"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Recipe(BaseModel):
+    """Every choice of a quantization run; `None` means "what fits the method", and `resolve` says what that is.
+
+    Construct one with `from_dict` or `load` to have mistakes reported as `RecipeError`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Method = Field(
+        "bakron",
+        description="How weights are rounded: rtn = each to its nearest level; gptq = with error feedback along the inputs of a layer; "
+        "bakron = with error feedback along inputs and outputs.",
+    )
+    hessian: Hessian | None = Field(
+        None,
+        description="What measures the harm of an error: input = the inputs of each layer alone; backprop = gradients of the whole model's "
+        "loss. Default: input for gptq, backprop for bakron.",
+    )
+    factor: FactorName | None = Field(
+        None,
+        description="How gradients become a factor for the inputs (A) and one for the outputs (B): kfac = separate averages; shampoo = "
+        "each weighted by the other side; mixed = A of shampoo, B of kfac (default). Only with backprop.",
+    )
+    levels: int | None = Field(
+        None, ge=2, le=256, description="Number of values that a weight can take within its group, for example 7. Give this or bits."
+    )
+    bits: int | None = Field(None, ge=2, le=8, description="Bits per weight: short for 2**bits levels. Default 4, if levels is not given.")
+    group_size: int | None = Field(
+        64, description="Consecutive inputs that share one scale; must divide the width of each layer. -1 = one scale per output row."
+    )
+    symmetric: bool = Field(
+        True, description="Levels lie evenly around zero. If not, each group also has a zero point (dense format only)."
+    )
+    scale: Scale | None = Field(
+        None,
+        description="How a group's scale is chosen: absmax = its largest weight fits; mse = least squared error; curvature = least squared "
+        "error, each weight counting as much as its input matters. Default: mse for rtn, else curvature.",
+    )
+    damping: Damping | None = Field(
+        None,
+        description="What is added to a factor's diagonal before factoring: diagonal = a share of each entry (default); mean = a share of "
+        "the mean entry, the same for all.",
+    )
+    damp_a: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="Share added to the input factor A. More damping trusts the data less. Default 0.1."
+    )
+    damp_b: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Share added to the output factor B, which is noisier than A. Default 1.0; bakron only.",
+    )
+    inputs: Inputs | None = Field(
+        None,
+        description="Whose activations a layer is calibrated on: quantized = those of the blocks before it as already quantized (default), "
+        "so that later layers make up for earlier ones; original = those of the unchanged model.",
+    )
+    data: str = Field(
+        "builtin",
+        min_length=1,
+        description="Calibration text: a .txt, .jsonl or .parquet file (file.jsonl:column), a hub data set (org/name:split:column), or "
+        "builtin = text that comes with Python.",
+    )
+    sequences: int = Field(64, ge=1, description="Number of calibration sequences. More of them make a better Hessian and a longer run.")
+    length: int = Field(512, ge=2, description="Tokens per calibration sequence.")
+    seed: int = Field(0, ge=0, description="Seed of everything random: which sequences are taken, and the labels sampled for backprop.")
+    device: str = Field("cpu", min_length=1, description="Where to compute: cpu, cuda, cuda:1, ...")
+    format: Format = Field(
+        "compressed-tensors",
+        description="How the checkpoint is written: compressed-tensors = packed integers and scales (small; loads in transformers and "
+        "vLLM); dense = plain weights, already rounded (as large as the original; loads everywhere).",
+    )
+    dtype: Dtype = Field("auto", description="Precision of scales and of all that stays unquantized; auto = that of the original model.")
+    batch: int = Field(8, ge=1, description="Sequences per forward pass. Fewer need less memory; the result is the same up to rounding.")
+    factors: str | None = Field(
+        None,
+        description="Directory that keeps the gradient pass, so that later runs with the same model, data and seed reuse it. Only with "
+        "backprop.",
+    )
+
+    @field_validator("group_size")
+    @classmethod
+    def _group_size(cls, value: int | None) -> int | None:
+        if value is None or value == -1:
+            return None
+        if value < 1:
+            raise ValueError("group size below one")
+        return value
+
+    def resolve(self) -> Recipe:
+        """Fill in every choice that is left open, and refuse choices that contradict or do nothing.
+
+        Returns:
+            A recipe whose fields are `None` only where they have no meaning for its method. Resolving it again changes nothing.
+
+        Raises:
+            RecipeError: Two fields contradict each other, or a given field would have no effect.
+        """
+        _refuse_idle(self)
+        levels, bits = _levels(self.levels, self.bits)
+        filled: dict[str, Any] = {"levels": levels, "bits": bits, "scale": self.scale or ("mse" if self.method == "rtn" else "curvature")}
+        if self.method != "rtn":
+            filled["hessian"] = self.hessian or ("input" if self.method == "gptq" else "backprop")
+            filled["damping"] = self.damping or "diagonal"
+            filled["damp_a"] = 0.1 if self.damp_a is None else self.damp_a
+            filled["inputs"] = self.inputs or "quantized"
+            if filled["hessian"] == "backprop":
+                filled["factor"] = self.factor or "mixed"
+        if self.method == "bakron":
+            filled["damp_b"] = 1.0 if self.damp_b is None else self.damp_b
+        return self.model_copy(update=filled)
+
+
+def _levels(levels: int | None, bits: int | None) -> tuple[int, int | None]:
+    if levels is not None and bits is not None and levels != 2**bits:
+        raise RecipeError(f"levels is {levels} and bits is {bits}, which means {2**bits} levels", do="Give one of the two")
+    levels = levels or 2 ** (bits or 4)
+    return levels, levels.bit_length() - 1 if levels >= 4 and levels & (levels - 1) == 0 else None
+
+
+def _refuse_idle(recipe: Recipe) -> None:
+    method = recipe.method
+    given = [
+        name for name in ("hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "factors") if getattr(recipe, name) is not None
+    ]
+    if method == "rtn" and given:
+        raise RecipeError(
+            f"{_and(given)} would do nothing with method rtn, which rounds without a Hessian",
+            do=f"Drop {_and(given)}, or choose another method",
+        )
+    if method == "rtn" and recipe.scale == "curvature":
+        raise RecipeError("scale is curvature, but method rtn has no Hessian to take curvature from", "scale mse or absmax")
+    if method == "bakron" and recipe.hessian == "input":
+        raise RecipeError(
+            "method bakron with hessian input has no output factor, so it would be GPTQ",
+            "hessian backprop",
+            do="For GPTQ choose method gptq",
+        )
+    backprop = recipe.hessian == "backprop" or (recipe.hessian is None and method == "bakron")
+    if not backprop and (idle := [name for name in ("factor", "factors") if name in given]):
+        raise RecipeError(
+            f"{_and(idle)} would do nothing with hessian input, which takes no gradients",
+            do=f"Drop {_and(idle)}, or choose hessian backprop",
+        )
+    if method == "gptq" and "damp_b" in given:
+        raise RecipeError(
+            "damp_b would do nothing with method gptq, whose output factor is the identity", do="Drop damp_b, or choose method bakron"
+        )
+    if recipe.format == "compressed-tensors" and not recipe.symmetric:
+        raise RecipeError(
+            "symmetric is false with format compressed-tensors, whose files with zero points do not load in current transformers",
+            do="Choose format dense (--format dense), or symmetric levels",
+        )
+
+
+def _and(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def allowed(name: str) -> str:
+    """Say in words what values a field takes, for error messages and help.
+
+    Args:
+        name: A field of `Recipe`.
+    """
+    if name == "group_size":
+        return "a whole number of at least 1, or -1 for one scale per row"
+    field = Recipe.model_fields[name]
+    kind = field.annotation
+    if get_origin(kind) in (UnionType, Union):
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    if get_origin(kind) is Literal:
+        return " or ".join([", ".join(get_args(kind)[:-1]), get_args(kind)[-1]])
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text that is not empty"}[kind]  # type: ignore[index]
+    low = next((part.ge for part in field.metadata if hasattr(part, "ge")), None)
+    high = next((part.le for part in field.metadata if hasattr(part, "le")), None)
+    if low is None:
+        return words
+    return f"{words} of at least {low}" if high is None else f"{words} from {low} to {high}"
+
+
+def from_dict(values: Mapping[str, Any]) -> Recipe:
+    """Make a recipe from plain values.
+
+    Args:
+        values: Field names and values; fields left out keep their defaults.
+
+    Returns:
+        The recipe, not resolved yet.
+
+    Raises:
+        RecipeError: A key is unknown or a value is not allowed; all of them are named at once.
+    """
+    try:
+        return Recipe.model_validate(dict(values))
+    except pydantic.ValidationError as error:
+        problems = {str(part["loc"][0]): part for part in error.errors(include_url=False)}
+    lines = [_unknown(key) if part["type"] == "extra_forbidden" else _wrong(key, part["input"]) for key, part in problems.items()]
+    if len(lines) == 1:
+        saw, expected, do = lines[0]
+        raise RecipeError(saw, expected, do)
+    raise RecipeError(f"{len(lines)} entries of the recipe are wrong:\n" + "\n".join(f"  {RecipeError(*line)}" for line in lines))
+
+
+def _unknown(key: str) -> tuple[str, str | None, str | None]:
+    near = difflib.get_close_matches(key.replace("-", "_"), list(Recipe.model_fields), n=1)
+    return f"unknown key {key!r}", None, f"Perhaps {near[0]} is meant" if near else f"Known keys: {', '.join(Recipe.model_fields)}"
+
+
+def _wrong(key: str, value: object) -> tuple[str, str | None, str | None]:
+    words = allowed(key)
+    near = difflib.get_close_matches(str(value), words.replace(",", "").split(" "), n=1) if " or " in words else []
+    shown = json.dumps(value, default=repr) if not isinstance(value, str) else repr(value)
+    return f"{key} is {shown}", words, f"Perhaps {near[0]} is meant" if near else None
+
+
+def load(path: str | Path | None = None, **overrides: Any) -> Recipe:
+    """Read a recipe from a YAML file.
+
+    Args:
+        path: The file; `None` starts from the defaults.
+        overrides: Fields that win over the file's. `levels` also displaces the file's `bits`, and the other way round.
+
+    Returns:
+        The recipe, not resolved yet.
+
+    Raises:
+        RecipeError: The file cannot be read, is not YAML, is not a mapping, or says something that is not allowed.
+    """
+    values = {} if path is None else _read(Path(path))
+    try:
+        from_dict(values)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error.saw}", error.expected, error.do) from None
+    for one, other in (("levels", "bits"), ("bits", "levels")):
+        if one in overrides and other not in overrides:
+            values.pop(other, None)
+    return from_dict({**values, **overrides})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _refuse_repeats(root)
+        values = yaml.safe_load(text)
+    except FileNotFoundError:
+        raise RecipeError(f"there is no recipe file {path}", do="Check the path") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 text: bad byte at offset {error.start}", "a YAML file") from None
+    except OSError as error:
+        raise RecipeError(f"the recipe file {path} cannot be read: {error.strerror}", "a YAML file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
+        raise RecipeError(f"{where}: not YAML ({getattr(error, 'problem', None) or error})", "lines of the form `key: value`") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        kind = "a list" if isinstance(values, list) else "a single value"
+        raise RecipeError(f"{path}, line 1: the recipe is {kind}", "a mapping, lines of the form `key: value`")
+    return {str(key): value for key, value in values.items()}
+
+
+def _refuse_repeats(root: Any) -> None:
+    import yaml
+
+    seen = set()
+    for key, _ in root.value if isinstance(root, yaml.MappingNode) else []:
+        if key.value in seen:
+            raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
+        seen.add(key.value)
+
+
+def dump(recipe: Recipe) -> str:
+    """Write a recipe as YAML, one `key: value` line per field, in the order of `Recipe`.
+
+    Args:
+        recipe: Any recipe; save a resolved one to repeat a run exactly.
+    """
+    import yaml
+
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def fingerprint(recipe: Recipe, **extra: Any) -> str:
+    """Identify a run: equal recipes and equal extras give equal fingerprints.
+
+    Args:
+        recipe: The recipe, normally resolved.
+        extra: Whatever else the result depends on, as values that JSON can hold (digest of the data, of the weights, versions).
+
+    Returns:
+        64 hexadecimal digits (SHA-256 over canonical JSON).
+    """
+    text = json.dumps({"recipe": recipe.model_dump(), "extra": extra}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

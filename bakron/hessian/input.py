@@ -1,0 +1,81 @@
+"""`input`: A = E[x x^T], B = I. The Hessian of the layer's own squared output error (GPTQ, Frantar et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+from bakron.hessian.factor import Gram
+from bakron.kron import Factor, Kron
+from bakron.models.walk import Walk
+
+
+class InputEstimator:
+    """Second moments of every linear's inputs.
+
+    Args:
+        walk: The model.
+    """
+
+    def __init__(self, walk: Walk) -> None:
+        self.walk = walk
+        self.tokens: dict[str, int] = {}
+
+    def block(self, i: int, inputs: Tensor) -> dict[str, Kron]:
+        """One pass through block i; linears that see the same input share one Factor.
+
+        Args:
+            i: Block.
+            inputs: `[N, T, d]` on the CPU.
+
+        Returns:
+            Undamped Kron per linear, B = None.
+        """
+        grams = input_moments(self.walk, i, inputs, {})
+        self.tokens = {name: gram.tokens for name, gram in grams.items()}
+        factors = {id(gram): Factor(gram.value()) for gram in grams.values()}
+        return {name: Kron(factors[id(gram)]) for name, gram in grams.items()}
+
+
+def input_moments(walk: Walk, i: int, inputs: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Gram]:
+    """`sum_t w_t x_t x_t^T` for every linear of block i.
+
+    Args:
+        walk: The model.
+        i: Block.
+        inputs: What enters the block, `[N, T, d]` on the CPU.
+        weights: Per linear `[N, T]`; a linear without weights counts every token once, and shares its Gram with those that see the same input.
+
+    Returns:
+        Gram per linear.
+    """
+    linears, seen = walk.linears(i), dict[str, Tensor]()
+    grams: dict[str, Gram] = {}
+    for names in walk.layout.shared_inputs:
+        shared = Gram(linears[names[0]].in_features, walk.device)
+        grams |= {name: Gram(linears[name].in_features, walk.device) if name in weights else shared for name in names}
+
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            seen[name] = arguments[0]
+
+        return hook
+
+    def visit(start: int, batch: Tensor) -> None:
+        for names in walk.layout.shared_inputs:
+            done = set[int]()
+            for name in names:
+                if id(grams[name]) not in done:
+                    weight = weights[name][start : start + len(batch)] if name in weights else None
+                    grams[name].add(seen[name], weight)
+                    done.add(id(grams[name]))
+        seen.clear()
+
+    handles = [linears[name].register_forward_pre_hook(keep(name)) for name in walk.layout.linears]
+    try:
+        walk.apply(i, inputs, visit)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return grams

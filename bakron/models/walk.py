@@ -1,0 +1,176 @@
+"""Run a causal language model block by block, in any order, with every block getting its own mask and position embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bakron.errors import ModelError
+from bakron.models.layout import layout_of
+
+
+class Walk:
+    """A loaded model as a list of blocks that map hidden states `[b, T, d]` to hidden states.
+
+    Args:
+        model: A Hugging Face causal language model of a known layout, on the CPU.
+        length: Tokens of every sequence, T.
+        device: Where blocks run; each is moved there for its turn only.
+        batch: Sequences per forward pass.
+
+    Raises:
+        ModelError: Unknown architecture, or a linear of its layout is missing or of another kind.
+    """
+
+    def __init__(self, model: nn.Module, length: int, device: str | torch.device = "cpu", batch: int = 8) -> None:
+        self.model, self.length, self.batch, self.device = model, length, batch, torch.device(device)
+        self.layout = layout_of(model.config.model_type)  # type: ignore[union-attr, arg-type]
+        self.blocks: list[nn.Module] = list(model.get_submodule(self.layout.blocks))  # type: ignore[arg-type]
+        self.norm, self.head = model.get_submodule(self.layout.norm), model.get_submodule(self.layout.head)
+        for i in range(len(self.blocks)):
+            self.linears(i)
+        limit = getattr(model.config, "max_position_embeddings", None)
+        if isinstance(limit, int) and length > limit:
+            raise ModelError(
+                f"sequences of {length} tokens", f"at most {limit}, the model's max_position_embeddings", "Use a smaller length"
+            )
+        self._arguments = self._record_arguments()
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    def prefix(self, i: int) -> str:
+        """Name of block i within the model, as in the checkpoint."""
+        return f"{self.layout.blocks}.{i}"
+
+    def linears(self, i: int) -> dict[str, nn.Linear]:
+        """Linears of block i by their name within the block, in the order they run.
+
+        Raises:
+            ModelError: One is missing or is not an nn.Linear.
+        """
+        found = {}
+        for name in self.layout.linears:
+            try:
+                module = self.blocks[i].get_submodule(name)
+            except AttributeError as error:
+                raise ModelError(f"block {i} has no {name}", f"the layout of {self.model.config.model_type}") from error  # type: ignore[union-attr]
+            if not isinstance(module, nn.Linear):
+                raise ModelError(f"{name} of block {i} is a {type(module).__name__}", "torch.nn.Linear")
+            found[name] = module
+        return found
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Hidden states that enter block 0, `[N, T, d]` on the CPU, of tokens `[N, T]`."""
+        first: list[Tensor] = []
+
+        def keep(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+            first.append(hidden.detach())
+            return hidden
+
+        with self._replaced(lambda i: keep if i == 0 else _identity), torch.no_grad():
+            for batch in ids.split(self.batch):
+                self._body(input_ids=batch, use_cache=False)
+        return torch.cat(first)
+
+    def run(self, i: int, hidden: Tensor) -> Tensor:
+        """Block i on hidden states `[b, T, d]`, on the block's device; differentiable if gradients are enabled."""
+        return self.blocks[i](hidden, **self._arguments[i])
+
+    def apply(self, i: int, hidden: Tensor, visit: Callable[[int, Tensor], None] | None = None) -> Tensor:
+        """Block i over all sequences, batch by batch, without gradients.
+
+        Args:
+            i: Block.
+            hidden: `[N, T, d]` on the CPU.
+            visit: Called after each batch with (first sequence, hidden batch on the device).
+
+        Returns:
+            `[N, T, d]` on the CPU.
+        """
+        result = torch.empty_like(hidden)
+        with self.resident(i), torch.no_grad():
+            for start, batch in self.batches(hidden):
+                result[start : start + len(batch)] = self.run(i, batch).to(result.device)
+                if visit is not None:
+                    visit(start, batch)
+        return result
+
+    def batches(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(first sequence, batch on the device) over `[N, T, d]`."""
+        for start in range(0, len(hidden), self.batch):
+            yield start, hidden[start : start + self.batch].to(self.device)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output projection of `[..., d]`; differentiable."""
+        return self.head(self.norm(hidden))
+
+    @contextmanager
+    def resident(self, i: int) -> Iterator[nn.Module]:
+        """Block i on the device for the time of a with statement."""
+        block = self.blocks[i].to(self.device)
+        try:
+            yield block
+        finally:
+            if self.device.type != "cpu":
+                block.to("cpu")
+
+    @contextmanager
+    def head_resident(self) -> Iterator[None]:
+        """Final norm and head on the device for the time of a with statement."""
+        self.norm.to(self.device), self.head.to(self.device)
+        try:
+            yield
+        finally:
+            if self.device.type != "cpu":
+                self.norm.to("cpu"), self.head.to("cpu")
+
+    @property
+    def _body(self) -> nn.Module:
+        return self.model.get_submodule(self.layout.body)
+
+    def _record_arguments(self) -> list[dict[str, Any]]:
+        """What the model passes to each block beside the hidden states: masks differ between blocks (sliding windows), so each keeps its own.
+
+        Sequences have one length and no padding, so the arguments of one sequence serve every batch by broadcasting.
+        """
+        recorded: dict[int, dict[str, Any]] = {}
+
+        def recorder(i: int) -> Callable[..., Tensor]:
+            def forward(hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
+                recorded[i] = {name: _to(value, self.device) for name, value in arguments.items()}
+                return hidden
+
+            return forward
+
+        with self._replaced(recorder), torch.no_grad():
+            self._body(input_ids=torch.zeros(1, self.length, dtype=torch.long), use_cache=False)
+        if len(recorded) != len(self.blocks):
+            raise ModelError(f"the model runs {len(recorded)} of its {len(self.blocks)} blocks in a forward pass", "each block once")
+        return [recorded[i] for i in range(len(self.blocks))]
+
+    @contextmanager
+    def _replaced(self, forward_of: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
+        """Every block's forward replaced, so that a model's own forward prepares arguments without computing blocks."""
+        for i, block in enumerate(self.blocks):
+            block.forward = forward_of(i)
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                del block.forward
+
+
+def _identity(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return type(value)(_to(v, device) for v in value) if isinstance(value, tuple | list) else value

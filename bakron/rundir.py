@@ -1,0 +1,99 @@
+"""Files of a run: written whole or not at all (temporary file, fsync, rename), and one JSON line an event."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bakron.errors import OutputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOLDER = "bakron"  # within the output directory
+
+
+def check_output(out: str | Path) -> Path:
+    """The output directory must be absent or empty, and its parent writable.
+
+    Raises:
+        OutputError: It is not.
+    """
+    path = Path(out).expanduser()
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"{out} is a file", "a new or empty directory", "Choose another output directory")
+    if path.is_dir() and any(path.iterdir()):
+        raise OutputError(f"{out} is not empty", "a new or empty directory", "Choose another output directory or remove it first")
+    ancestor = path
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if not os.access(ancestor, os.W_OK):
+        raise OutputError(f"{ancestor} cannot be written", "a writable directory", "Choose another output directory")
+    return path
+
+
+def codes_file(out: Path, i: int) -> Path:
+    """Where the codes and scales of block i are kept."""
+    return out / FOLDER / "codes" / f"block_{i:04d}.safetensors"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file, atomically."""
+    _replace(path, text.encode("utf-8"))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a whole safetensors file, atomically."""
+    from safetensors.torch import save
+
+    _replace(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}, dict(metadata or {})))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file.
+
+    Raises:
+        OutputError: The file is missing or damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"{path} cannot be read: {error}", "a file of a finished run") from error
+
+
+class Events:
+    """`events.jsonl`: one line an event, flushed as it is written.
+
+    Args:
+        path: The file; made, with its directory, at the first event.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Append one event."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event, allow_nan=False) + "\n")
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, Any]]:
+        """All events of a file."""
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,278 @@
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bakron import config
+from bakron.config import Recipe, from_dict
+from bakron.errors import RecipeError
+
+METHODS = ["rtn", "gptq", "bakron"]
+
+
+def refusal(call, *args, **kwargs):
+    with pytest.raises(RecipeError) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+# --- what an open choice resolves to ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method, expected",
+    [
+        (
+            "rtn",
+            dict(hessian=None, factor=None, scale="mse", damping=None, damp_a=None, damp_b=None, inputs=None),
+        ),
+        (
+            "gptq",
+            dict(hessian="input", factor=None, scale="curvature", damping="diagonal", damp_a=0.1, damp_b=None, inputs="quantized"),
+        ),
+        (
+            "bakron",
+            dict(hessian="backprop", factor="mixed", scale="curvature", damping="diagonal", damp_a=0.1, damp_b=1.0, inputs="quantized"),
+        ),
+    ],
+)
+def test_defaults_by_method(method, expected):
+    recipe = Recipe(method=method).resolve()
+    assert {name: getattr(recipe, name) for name in expected} == expected
+    assert (recipe.levels, recipe.bits, recipe.group_size) == (16, 4, 64)
+
+
+@pytest.mark.parametrize(
+    "given_, levels, bits",
+    [
+        ({}, 16, 4),
+        ({"levels": 7}, 7, None),
+        ({"levels": 8}, 8, 3),
+        ({"levels": 2}, 2, None),
+        ({"bits": 2}, 4, 2),
+        ({"levels": 8, "bits": 3}, 8, 3),
+        ({"levels": 256}, 256, 8),
+    ],
+)
+def test_levels_and_bits(given_, levels, bits):
+    recipe = from_dict(given_).resolve()
+    assert (recipe.levels, recipe.bits) == (levels, bits)
+
+
+def test_levels_against_bits():
+    assert refusal(from_dict({"levels": 7, "bits": 3}).resolve) == "levels is 7 and bits is 3, which means 8 levels. Give one of the two."
+
+
+def test_one_scale_per_row():
+    assert from_dict({"group_size": -1}).group_size is None
+    assert from_dict({"group_size": None}).resolve().group_size is None
+
+
+def test_gptq_with_gradients_keeps_the_weighted_input_factor():
+    recipe = from_dict({"method": "gptq", "hessian": "backprop", "factor": "shampoo"}).resolve()
+    assert (recipe.hessian, recipe.factor, recipe.damp_b) == ("backprop", "shampoo", None)
+
+
+def test_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Recipe().method = "gptq"
+
+
+optional = {
+    "hessian": st.sampled_from(["input", "backprop"]),
+    "factor": st.sampled_from(["kfac", "shampoo", "mixed"]),
+    "levels": st.integers(2, 256),
+    "bits": st.integers(2, 8),
+    "scale": st.sampled_from(["absmax", "mse", "curvature"]),
+    "damping": st.sampled_from(["diagonal", "mean"]),
+    "damp_a": st.floats(0, 10),
+    "damp_b": st.floats(0, 10),
+    "inputs": st.sampled_from(["quantized", "original"]),
+    "group_size": st.sampled_from([-1, 1, 64, 128]),
+    "factors": st.sampled_from(["cache", "C:\\cache: new"]),
+    "data": st.text(min_size=1).filter(lambda text: text.isprintable()),
+}
+
+
+@settings(deadline=None)
+@given(method=st.sampled_from(METHODS), values=st.fixed_dictionaries({}, optional=optional))
+def test_resolved_recipe_survives_the_file_and_resolves_to_itself(tmp_path_factory, method, values):
+    try:
+        recipe = from_dict({"method": method, **values}).resolve()
+    except RecipeError:
+        return
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(config.dump(recipe), encoding="utf-8")
+    again = config.load(path)
+    assert again == recipe == again.resolve()
+    assert config.fingerprint(again) == config.fingerprint(recipe)
+
+
+# --- choices that would do nothing ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("hessian", "input"),
+        ("factor", "kfac"),
+        ("damping", "mean"),
+        ("damp_a", 0.0),
+        ("damp_b", 0.0),
+        ("inputs", "original"),
+        ("factors", "cache"),
+    ],
+)
+def test_rtn_refuses_what_belongs_to_a_hessian(key, value):
+    message = refusal(from_dict({"method": "rtn", key: value}).resolve)
+    assert message == f"{key} would do nothing with method rtn, which rounds without a Hessian. Drop {key}, or choose another method."
+
+
+def test_rtn_names_all_idle_choices_at_once():
+    message = refusal(from_dict({"method": "rtn", "damp_a": 1, "hessian": "input", "factor": "kfac"}).resolve)
+    assert message.startswith("hessian, factor and damp_a would do nothing")
+
+
+def test_rtn_has_no_curvature():
+    message = refusal(from_dict({"method": "rtn", "scale": "curvature"}).resolve)
+    assert "no Hessian to take curvature from" in message and "expected scale mse or absmax" in message
+
+
+@pytest.mark.parametrize("values", [{"method": "gptq"}, {"method": "gptq", "hessian": "input"}])
+@pytest.mark.parametrize("key, value", [("factor", "mixed"), ("factors", "cache")])
+def test_input_hessian_takes_no_gradients(values, key, value):
+    message = refusal(from_dict({**values, key: value}).resolve)
+    assert message == f"{key} would do nothing with hessian input, which takes no gradients. Drop {key}, or choose hessian backprop."
+
+
+def test_gptq_has_no_output_factor():
+    assert "damp_b would do nothing with method gptq, whose output factor is the identity" in refusal(
+        from_dict({"method": "gptq", "damp_b": 1.0}).resolve
+    )
+
+
+def test_bakron_without_output_factor_is_gptq():
+    assert "would be GPTQ; expected hessian backprop. For GPTQ choose method gptq." in refusal(from_dict({"hessian": "input"}).resolve)
+
+
+def test_zero_points_need_the_dense_format():
+    assert "--format dense" in refusal(from_dict({"symmetric": False}).resolve)
+    assert from_dict({"symmetric": False, "format": "dense"}).resolve().symmetric is False
+
+
+# --- values and keys that are not allowed --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"method": "gpqt"}, "method is 'gpqt'; expected rtn, gptq or bakron. Perhaps gptq is meant."),
+        ({"methd": "gptq"}, "unknown key 'methd'. Perhaps method is meant."),
+        ({"group-size": 32}, "unknown key 'group-size'. Perhaps group_size is meant."),
+        ({"levels": 1}, "levels is 1; expected a whole number from 2 to 256."),
+        ({"bits": 9}, "bits is 9; expected a whole number from 2 to 8."),
+        ({"group_size": 0}, "group_size is 0; expected a whole number of at least 1, or -1 for one scale per row."),
+        ({"group_size": -2}, "group_size is -2; expected a whole number of at least 1, or -1 for one scale per row."),
+        ({"damp_a": -0.1}, "damp_a is -0.1; expected a number of at least 0."),
+        ({"damp_b": float("nan")}, "damp_b is NaN; expected a number of at least 0."),
+        ({"damp_b": float("inf")}, "damp_b is Infinity; expected a number of at least 0."),
+        ({"sequences": 0}, "sequences is 0; expected a whole number of at least 1."),
+        ({"sequences": None}, "sequences is null; expected a whole number of at least 1."),
+        ({"length": "long"}, "length is 'long'; expected a whole number of at least 2."),
+        ({"symmetric": "perhaps"}, "symmetric is 'perhaps'; expected true or false."),
+        ({"data": ""}, "data is ''; expected text that is not empty."),
+        ({"dtype": "float23"}, "dtype is 'float23'; expected auto, float32, bfloat16 or float16. Perhaps float32 is meant."),
+    ],
+)
+def test_wrong_entry(values, message):
+    assert refusal(from_dict, values) == message
+
+
+def test_unknown_key_without_a_near_one_lists_all():
+    message = refusal(from_dict, {"zzz": 1})
+    assert message.startswith("unknown key 'zzz'. Known keys: method, hessian,")
+
+
+def test_all_wrong_entries_at_once():
+    lines = refusal(from_dict, {"bits": "x", "lenght": 3, "data": ""}).splitlines()
+    assert lines[0] == "3 entries of the recipe are wrong:"
+    assert sorted(line.split()[0] for line in lines[1:]) == ["bits", "data", "unknown"]
+
+
+@pytest.mark.parametrize("name", list(Recipe.model_fields))
+def test_every_field_explains_itself(name):
+    field = Recipe.model_fields[name]
+    assert field.description and len(field.description) > 20 and field.description.endswith((".", "..."))
+    assert config.allowed(name)
+
+
+# --- the file ---------------------------------------------------------------------------------------
+
+
+def test_file_and_overrides(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("method: gptq\nbits: 3\ndamp_a: 1e-2\n")
+    recipe = config.load(path, seed=3)
+    assert (recipe.method, recipe.bits, recipe.damp_a, recipe.seed) == ("gptq", 3, 0.01, 3)
+    assert config.load(path, method="bakron").method == "bakron"
+    assert config.load(path, levels=7).resolve().levels == 7, "levels given on top displace the file's bits"
+    assert config.load(None, levels=7) == Recipe(levels=7)
+
+
+def test_empty_file_is_the_defaults(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("# nothing\n")
+    assert config.load(path) == Recipe()
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"method: [gptq", r"recipe\.yaml, line 1, column 14: not YAML \(.+\); expected lines of the form `key: value`\."),
+        (b"bits: 3\n\tmethod: gptq", r"recipe\.yaml, line 2, column 1: not YAML"),
+        (b"- gptq\n", r"recipe\.yaml, line 1: the recipe is a list; expected a mapping"),
+        (b"gptq\n", r"recipe\.yaml, line 1: the recipe is a single value; expected a mapping"),
+        (b"method: \xff\n", r"recipe\.yaml is not UTF-8 text: bad byte at offset 8"),
+        (b"bitz: 3\n", r"recipe\.yaml: unknown key 'bitz'\. Perhaps bits is meant\."),
+        (b"3: 3\n", r"recipe\.yaml: unknown key '3'\."),
+        (b"bits: 3\nbits: 4\n", r"recipe\.yaml, line 2, column 1: not YAML \(key 'bits' is given twice\)"),
+    ],
+)
+def test_bad_file(tmp_path, content, message):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    assert re.search(message, refusal(config.load, path))
+
+
+def test_missing_file_and_directory(tmp_path):
+    assert refusal(config.load, tmp_path / "no.yaml").startswith(f"there is no recipe file {tmp_path / 'no.yaml'}")
+    assert f"the recipe file {tmp_path} cannot be read: Is a directory" in refusal(config.load, tmp_path)
+
+
+def test_wrong_override_does_not_blame_the_file(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("bits: 3\n")
+    assert refusal(config.load, path, seed=-1) == "seed is -1; expected a whole number of at least 0."
+
+
+# --- the fingerprint --------------------------------------------------------------------------------
+
+
+def test_fingerprint_tells_recipes_and_extras_apart():
+    one = Recipe().resolve()
+    marks = {
+        config.fingerprint(one),
+        config.fingerprint(one.model_copy(update={"seed": 1})),
+        config.fingerprint(one, data="ab"),
+        config.fingerprint(one, data="cd"),
+        config.fingerprint(one, model="ab"),
+    }
+    assert len(marks) == 5 and all(re.fullmatch("[0-9a-f]{64}", mark) for mark in marks)
+    assert config.fingerprint(one, a=1, b=2) == config.fingerprint(one, b=2, a=1)
+
+
+def test_recipe_error_keeps_its_parts():
+    with pytest.raises(RecipeError) as caught:
+        from_dict({"bits": 9})
+    assert (caught.value.saw, caught.value.expected) == ("bits is 9", "a whole number from 2 to 8")
