@@ -95,6 +95,15 @@ class Factor:
         return self._damped[key]
 
     @property
+    def heads(self) -> tuple[Factor, ...]:
+        """The blocks of a block-diagonal factor; the factor itself where there is one block."""
+        return (self,)
+
+    def times(self, E: Tensor) -> Tensor:
+        """`H E` in float64, for E `[k, ...]`."""
+        return self.H.double() @ E.double()
+
+    @property
     def unit(self) -> Tensor:
         """Unit lower triangular N of `H = N^T diag(d) N`, `[k, k]` float64."""
         self._factorise()
@@ -113,6 +122,35 @@ class Factor:
         if self.unit.dtype == dtype and self.unit.device == device:
             return self.unit
         return self.memo(("unit", dtype, device), lambda: self.unit.to(dtype=dtype, device=device))
+
+    def block_unit(self, unit: int) -> tuple[Tensor, Tensor]:
+        """Block factors for grids whose units are `unit` long: `H = N^T D N`, N with identity blocks on its diagonal, D block-diagonal.
+
+        Returns:
+            N `[k, k]` and the blocks of D `[k / unit, unit, unit]`, float64, remembered; for `unit=1` the unit factor and its pivots.
+
+        Raises:
+            ShapeError: `unit` does not divide the size.
+        """
+        if unit == 1:
+            return self.unit, self.pivots[:, None, None]
+        if self.size % unit:
+            raise ShapeError(f"a factor of size {self.size}", f"a multiple of the grid's unit {unit}")
+        return self.memo(("blocks", unit), lambda: self._blocks(unit))
+
+    def _blocks(self, unit: int) -> tuple[Tensor, Tensor]:
+        alive = self.pivots.sqrt()
+        pivots = torch.where(alive > 0, alive, torch.ones_like(alive))  # a dead index decouples, whatever its pivot
+        L = self.unit * pivots[:, None]
+        corners = torch.stack([L[i : i + unit, i : i + unit] for i in range(0, self.size, unit)])
+        N = torch.linalg.solve_triangular(corners, L.view(-1, unit, self.size), upper=False).view_as(L)
+        live = (alive > 0).to(L.dtype).view(-1, unit)
+        return N, corners.mT @ corners * live[:, :, None] * live[:, None, :]
+
+    def permuted(self, order: Tensor) -> Factor:
+        """The factor of the same matrix with its rows and columns in another order, remembered."""
+        key = ("order", order.cpu().numpy().tobytes())
+        return self.memo(key, lambda: Factor(self.H[order][:, order], damping=self.damping))
 
     def memo(self, key: Hashable, make: Callable[[], T]) -> T:
         """Something derived from this factor, such as a kernel's layout of it: made on the first call with this key, then remembered."""
@@ -149,6 +187,73 @@ class Factor:
         L /= diagonal[:, None]
         self._unit, self._pivots = L, diagonal.square()
         self._pivots[self.dead] = 0.0
+
+
+class HeadFactor(Factor):
+    """A block-diagonal output factor, one block a head: h problems that do not see each other.
+
+    Args:
+        H: `[h, k, k]`, each block as `Factor` wants it; the factor of the h k rows, head after head.
+        damping: What has been added already.
+
+    Raises:
+        ShapeError: H is not `[h, k, k]`.
+        FactorError: A block is not finite, not symmetric, or has a negative diagonal entry.
+    """
+
+    def __init__(self, H: Tensor, *, damping: tuple[tuple[float, str], ...] = ()) -> None:
+        if H.ndim != 3 or H.shape[1] != H.shape[2] or H.numel() == 0:
+            raise ShapeError(f"a block-diagonal factor of shape {list(H.shape)}", "one square matrix a head, [h, k, k]")
+        self.H, self.damping = H.detach(), damping
+        self._heads = tuple(Factor(head, damping=damping) for head in self.H)
+        self.dead = torch.cat([head.dead + number * H.shape[1] for number, head in enumerate(self._heads)])
+        self._unit, self._pivots, self._memo, self._damped = None, None, {}, {}
+
+    @property
+    def size(self) -> int:
+        """Number of rows, h k."""
+        return self.H.shape[0] * self.H.shape[1]
+
+    @property
+    def heads(self) -> tuple[Factor, ...]:
+        """The blocks."""
+        return self._heads
+
+    def times(self, E: Tensor) -> Tensor:
+        """`H E` in float64, for E `[h k, ...]`."""
+        return (self.H.double() @ E.double().view(*self.H.shape[:2], -1)).view(E.shape)
+
+    def permuted(self, order: Tensor) -> Factor:
+        """The factor with each head's rows in another order; `order` keeps heads together."""
+        number = torch.arange(len(self._heads), device=self.H.device)[:, None, None]
+        within = order.view(self.H.shape[:2]) - number[..., 0] * self.H.shape[1]
+        return HeadFactor(self.H[number, within[:, :, None], within[:, None, :]], damping=self.damping)
+
+    def smallest_damping(self) -> float:
+        """The smallest `amount` for rule "mean" that makes every head safely positive definite."""
+        return max(head.smallest_damping() for head in self._heads)
+
+    def damp(self, amount: float, rule: Rule = "diagonal") -> Factor:
+        """As `Factor.damp`: normalised by the mean diagonal of all heads, so that they keep their weights; "mean" is each head's own."""
+        key = (float(amount), rule)
+        if key not in self._damped:
+            mean = float(self.H.diagonal(dim1=1, dim2=2).double().mean())
+            own = [float(head.H.diagonal().double().mean()) / (mean if mean > 0 else 1.0) for head in self._heads]
+            blocks = [head.damp(amount, rule).H * share for head, share in zip(self._heads, own)]
+            self._damped[key] = HeadFactor(torch.stack(blocks), damping=(*self.damping, key))
+        return self._damped[key]
+
+    def _factorise(self) -> None:
+        if self._unit is not None:
+            return
+        for number, head in enumerate(self._heads):
+            try:
+                head._factorise()
+            except FactorError as error:
+                where = None if error.index is None else error.index + number * head.size
+                raise FactorError(f"head {number}: {error.saw}", error.expected, error.do, index=where, damping=error.damping) from error
+        self._unit = torch.block_diag(*[head.unit for head in self._heads])  # type: ignore[no-untyped-call]
+        self._pivots = torch.cat([head.pivots for head in self._heads])
 
 
 def _check(H: Tensor) -> None:
@@ -230,7 +335,8 @@ class Kron:
 
     Args:
         A: Input factor `[n, n]`, a tensor or a `Factor` (several Krons may share one).
-        B: Output factor `[m, m]`, a tensor or a `Factor`; None is the identity, which makes everything below *be* GPTQ.
+        B: Output factor: `[m, m]`; `[h, m / h, m / h]`, block-diagonal by head; a `Factor`; or None, the identity, which makes everything
+            below *be* GPTQ.
 
     Raises:
         ShapeError: A factor is not square.
@@ -239,7 +345,7 @@ class Kron:
 
     def __init__(self, A: Tensor | Factor, B: Tensor | Factor | None = None) -> None:
         self.A = A if isinstance(A, Factor) else Factor(A)
-        self.B = B if isinstance(B, Factor) or B is None else Factor(B)
+        self.B = B if isinstance(B, Factor) or B is None else HeadFactor(B) if B.ndim == 3 else Factor(B)
 
     def __repr__(self) -> str:
         """One line: sizes and damping."""
@@ -299,7 +405,7 @@ class Kron:
         self.check(E)
         E = E.detach().double()
         right = E @ self.A.H.double()
-        left = E if self.B is None else self.B.H.double() @ E
+        left = E if self.B is None else self.B.times(E)
         return float((left * right).sum())
 
     def bound(self, step: float, m: int | None = None) -> float:

@@ -19,13 +19,13 @@ TILES = [(1, 1, 1), (1, 1, 3), (16, 32, 2), (32, 64, 1), (256, 256, 2)]  # rows 
 @pytest.fixture
 def poison(monkeypatch):
     """Fill fresh memory with NaN, so that a schedule which reads what it never wrote is caught."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+
+    def poisoned(make):
+        return lambda *shape, **how: (x := make(*shape, **how)).fill_(torch.nan if x.is_floating_point() else 2**30)
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(tiled, "empty", lambda shape, dtype: np.full(shape, np.nan if np.issubdtype(dtype, np.floating) else 2**30, dtype))
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def textbook_gptq(W, A, B, grid):
@@ -86,6 +86,7 @@ def test_panels_and_blocks_of_every_size_on_any_threads_give_the_same_codes(case
 @pytest.mark.parametrize("method", FAST)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_float32_is_bit_identical_where_float32_is_exact(method, shape, seed):
+    shape = (min(shape[0], 20), min(shape[1], 20)) if method == "recursive" else shape  # one entry at a time is slow
     p = dyadic(*shape, seed=seed)
     exact = solve(p.W.double(), p.kron, p.grid, method="naive" if shape[0] * shape[1] <= 2048 else "tiled")
     found = solve(p.W, p.kron, p.grid, method=method)

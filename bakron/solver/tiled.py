@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bakron.errors import MethodError
-from bakron.grids import UniformGrid
+from bakron.grids import Grid, ScalarGrid
 from bakron.kron import Factor, Kron
 from bakron.solver.schedule import Swept
 
@@ -35,7 +35,7 @@ class Panel(NamedTuple):
     local: int
 
 
-def sweep(W: Tensor, kron: Kron, grid: UniformGrid, *, panel: int | None = None, block: int = BLOCK, threads: int | None = None) -> Swept:
+def sweep(W: Tensor, kron: Kron, grid: Grid, *, panel: int | None = None, block: int = BLOCK, threads: int | None = None) -> Swept:
     """Round W in panels, blocks and tiles.
 
     Args:
@@ -50,16 +50,18 @@ def sweep(W: Tensor, kron: Kron, grid: UniformGrid, *, panel: int | None = None,
         Codes `[m, n]` int32 and the loss.
 
     Raises:
-        MethodError: W is not on the CPU.
+        MethodError: W is not on the CPU, or the grid is not scalar.
     """
     from bakron.solver.tile_cpu import TILE  # numba takes a second to import
     from bakron.solver.vectors import LANES
 
     if W.device.type != "cpu":
-        raise MethodError(f"method 'tiled' on device {W.device}", "a weight on the CPU", "Move the weight to the CPU")
+        raise MethodError(f"method 'tiled' on device {W.device}", "a weight on the CPU", "Use method 'bakron' there")
+    if not isinstance(grid, ScalarGrid):
+        raise MethodError(f"method 'tiled' on a {type(grid).__name__}", "a scalar grid", "Use method 'bakron' or 'antidiagonal'")
     m = W.shape[0]
     threads = threads or torch.get_num_threads()
-    head = m if kron.B is None else kron.B.size
+    head = m if kron.B is None else kron.B.heads[0].size
     if panel is None:  # short weights: enough panels to keep every thread busy while the first and last wait
         panel = min(PANEL, max(2 * LANES, -(-m // (4 * threads))))
     panels = _panels(m, head, -(-panel // LANES) * LANES, LANES)
@@ -101,15 +103,17 @@ def _pack_columns(factor: Factor, dtype: torch.dtype) -> tuple[np.ndarray, np.nd
 
 
 def _pack_rows(factor: Factor, dtype: torch.dtype, panel: int) -> np.ndarray:
-    """The unit factor of B in slabs of `panel` columns, with a vector's worth of zero rows below for the last panel to run over."""
+    """The unit factor of B, head under head, in slabs of `panel` columns, with a vector's worth of zero rows below for the last panel to run over."""
     from bakron.solver.vectors import LANES
 
-    unit = factor.unit.cpu().numpy()
-    slabs = empty((-(-unit.shape[1] // panel), unit.shape[0] + LANES, panel), _numpy(dtype))
-    for number, slab in enumerate(slabs):
-        columns = unit[:, number * panel : (number + 1) * panel]
-        slab[number * panel : -LANES, : columns.shape[1]] = columns[number * panel :]  # above the diagonal nothing is read
-        slab[-LANES:] = 0
+    head = factor.heads[0].size
+    slabs = empty((-(-head // panel), factor.size + LANES, panel), _numpy(dtype))
+    for number, block in enumerate(factor.heads):
+        unit = block.unit.cpu().numpy()
+        for slab, first in zip(slabs, range(0, head, panel)):  # above the diagonal nothing is read
+            columns = unit[first:, first : first + panel]
+            slab[number * head + first : (number + 1) * head, : columns.shape[1]] = columns
+    slabs[:, -LANES:] = 0
     return slabs
 
 
@@ -126,7 +130,7 @@ class _Scratch:
 class _Work:
     """The arrays of one sweep, and how far each panel has come."""
 
-    def __init__(self, W: Tensor, kron: Kron, grid: UniformGrid, panels: list[Panel], per_block: int, tile: int, lanes: int) -> None:
+    def __init__(self, W: Tensor, kron: Kron, grid: ScalarGrid, panels: list[Panel], per_block: int, tile: int, lanes: int) -> None:
         m, n = W.shape
         self.W, self.panels, self.per_block, self.tile = W.numpy(), panels, per_block, tile
         self.count = -(-n // tile)  # tile columns
@@ -198,11 +202,12 @@ class _Work:
                 self.step.notify_all()
 
 
-def _kernel_grid(grid: UniformGrid, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _kernel_grid(grid: ScalarGrid, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """The grid as plain arrays and numbers of the sweep's dtype; see `tile_cpu.round_block`."""
     number = _numpy(dtype)
     scale = grid.scale.to(dtype).contiguous()
     zero = torch.zeros_like(scale) if grid.zero is None else grid.zero.to(dtype).contiguous()
-    group_of = np.arange(n) // (n // grid.scale.shape[1])
-    none = np.zeros(0, number)
-    return scale.numpy(), zero.numpy(), group_of, number(grid.low), number(grid.high), none, none
+    levels = thresholds = np.zeros(0, number)
+    if grid.table is not None:
+        levels, thresholds = grid.table.to(dtype).cpu().numpy(), grid.thresholds(dtype).cpu().numpy()
+    return scale.numpy(), zero.numpy(), grid.groups(n).numpy(), number(grid.low), number(grid.high), levels, thresholds

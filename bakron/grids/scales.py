@@ -1,0 +1,138 @@
+"""Scale fits for scalar grids: how long a step should be, per row or per group, and in which format scales are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bakron.errors import RecipeError, ShapeError
+from bakron.grids.scalar import check_group
+
+if TYPE_CHECKING:
+    from bakron.kron import Kron
+
+SCALES = ("absmax", "mse", "curvature", "diagonal", "quadratic")
+FORMATS = ("float", "e8m0", "e4m3")
+SHRINKS = 80  # candidate scales per group: 1.0 down to SMALLEST times the absmax scale
+SMALLEST = 0.25
+REFINEMENTS = 3  # closed-form least-squares steps on the best candidate's codes
+STEPS = torch.linspace(0.75, 1.25, 21).tolist()  # candidates of a quadratic step, times the scale at hand
+Rounding = Callable[[Tensor], Tensor]  # x = w / scale -> the nearest level
+Snap = Callable[[Tensor], Tensor]  # scale -> the nearest scale that the format can hold
+
+
+def prepare(W: Tensor, group_size: int | None, scale: str, kron: Kron | None) -> tuple[Tensor, Tensor]:
+    """Check the arguments of a fit; weights as `[m, G, g]` float32, and what each squared error counts, broadcastable to it.
+
+    Raises:
+        RecipeError: Unknown rule, group size that does not divide the width, a rule that needs kron without it.
+        ShapeError: W is not a finite matrix, or kron is of another width.
+    """
+    if scale not in SCALES:
+        raise RecipeError(f"scale rule {scale!r}", f"one of {', '.join(SCALES)}")
+    if W.ndim != 2 or W.numel() == 0 or not W.is_floating_point():
+        raise ShapeError(f"a weight of shape {list(W.shape)} and dtype {W.dtype}", "a floating point matrix [m, n]")
+    if not bool(torch.isfinite(W).all()):
+        i, j = (~torch.isfinite(W)).nonzero()[0].tolist()
+        raise ShapeError(f"a weight with {float(W[i, j])} at [{i}, {j}]", "finite weights")
+    groups = check_group(W.shape[1], group_size)
+    rows = W.detach().float().reshape(W.shape[0], groups, -1)
+    if scale in ("absmax", "mse"):
+        return rows, torch.ones_like(rows[:1])
+    if kron is None:
+        raise RecipeError(f"scale={scale!r} without kron", "a damped Kron, whose A weighs the errors")
+    kron.check(W)
+    weight = kron.A.pivots if scale == "curvature" else kron.A.H.diagonal()
+    weights = weight.float().to(W.device).reshape(1, groups, -1)
+    return rows, torch.where(weights.sum(-1, keepdim=True) > 0, weights, torch.ones_like(weights))  # a group of dead inputs
+
+
+def snapper(form: str, dtype: torch.dtype, widest: Tensor) -> Snap:
+    """Rounding to the scales that a format can hold, in float32.
+
+    Args:
+        form: "float": `dtype` itself; "e8m0": powers of two (MXFP4); "e4m3": an 8-bit float times one float32 for the whole weight (NVFP4).
+        dtype: For "float".
+        widest: The largest scales that will be asked for.
+
+    Raises:
+        RecipeError: Unknown format.
+    """
+    if form not in FORMATS:
+        raise RecipeError(f"scale format {form!r}", f"one of {', '.join(FORMATS)}")
+    if form == "e8m0":
+        return lambda scale: torch.exp2(torch.log2(scale).round().clamp(-127, 127))
+    if form == "e4m3":
+        tensor_scale = (widest.max() / torch.finfo(torch.float8_e4m3fn).max).clamp_min(torch.finfo(torch.float32).tiny)
+        smallest = 2.0**-9  # the smallest subnormal: a scale may not become 0
+        return lambda scale: (scale / tensor_scale).clamp(smallest, 448.0).to(torch.float8_e4m3fn).float() * tensor_scale
+    limits = torch.finfo(dtype)
+    return lambda scale: scale.clamp(limits.tiny, limits.max).to(dtype).float()
+
+
+def fit_scale(W: Tensor, weights: Tensor, widest: Tensor, rounding: Rounding, snap: Snap, search: bool) -> Tensor:
+    """Scale per group of `W [m, G, g]`: the best of a line of shrunken `widest [m, G, 1]`, then closed-form least squares on its levels.
+
+    Only scales that `snap` can hold are compared, so the best one is the best that can be stored.
+    """
+    widest = snap(torch.where(widest > 0, widest, torch.ones_like(widest)))  # a zero group: any scale codes it as zeros
+    if not search:
+        return widest[..., 0]
+    best, scale = torch.full_like(widest, torch.inf), widest
+
+    def consider(candidate: Tensor) -> None:
+        nonlocal best, scale
+        err = (weights * (rounding(W / candidate) * candidate - W).square_()).sum(-1, keepdim=True)
+        better = err < best
+        best, scale = torch.where(better, err, best), torch.where(better, candidate, scale)
+
+    consider(snap(2 * widest))  # a coarse format may have rounded the widest scale down
+    for k in range(SHRINKS):
+        consider(snap(widest * (1 - (1 - SMALLEST) * k / SHRINKS)))
+    for _ in range(REFINEMENTS):
+        levels = rounding(W / scale)
+        power = (weights * levels.square()).sum(-1, keepdim=True)
+        candidate = torch.where(power > 0, (weights * levels * W).sum(-1, keepdim=True) / power.clamp_min(1e-38), scale)
+        consider(snap(torch.where(candidate > 0, candidate, scale)))
+    return scale[..., 0]
+
+
+def fit_quadratic(
+    W: Tensor, A: Tensor, scale: Tensor, zero: Tensor | None, rounding: Callable[[Tensor, Tensor | None], Tensor], snap: Snap
+) -> Tensor:
+    """Lower the row's whole quadratic `e A e^T` (e: error of nearest rounding), one group after the other, from a scale at hand.
+
+    Args:
+        W: `[m, G, g]`.
+        A: Input factor `[n, n]`.
+        scale: `[m, G]`.
+        zero: `[m, G, 1]` zero points, or None; kept.
+        rounding: `w / scale` and zero of a group to its level.
+        snap: To storable scales.
+    """
+    m, groups, size = W.shape
+    A = A.to(W.dtype)
+    scale = scale.clone()
+    at = (lambda g: None) if zero is None else (lambda g: zero[:, g])  # type: ignore[misc]
+
+    def error(g: int, s: Tensor) -> Tensor:
+        return rounding(W[:, g] / s, at(g)) * s - W[:, g]
+
+    E = torch.stack([error(g, scale[:, g, None]) for g in range(groups)], 1).reshape(m, -1)
+    for g in range(groups):
+        own = slice(g * size, (g + 1) * size)
+        corner = A[own, own]
+        others = E @ A[:, own] - E[:, own] @ corner
+        start, best = scale[:, g].clone(), torch.full((m,), torch.inf, dtype=W.dtype, device=W.device)
+        for step in [1.0, *STEPS]:
+            candidate = snap(start * step)
+            e = error(g, candidate[:, None])
+            cost = ((e @ corner + 2 * others) * e).sum(-1)
+            better = cost < best
+            best = torch.where(better, cost, best)
+            scale[:, g] = torch.where(better, candidate, scale[:, g])
+            E[:, own] = torch.where(better[:, None], e, E[:, own])
+    return scale
