@@ -143,7 +143,7 @@ class Factor:
         pivots = torch.where(alive > 0, alive, torch.ones_like(alive))  # a dead index decouples, whatever its pivot
         L = self.unit * pivots[:, None]
         corners = torch.stack([L[i : i + unit, i : i + unit] for i in range(0, self.size, unit)])
-        N = torch.linalg.solve_triangular(corners, L.view(-1, unit, self.size), upper=False).view_as(L)
+        N = torch.linalg.solve_triangular(corners, L.view(-1, unit, self.size), upper=False).reshape(L.shape)
         live = (alive > 0).to(L.dtype).view(-1, unit)
         return N, corners.mT @ corners * live[:, :, None] * live[:, None, :]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bakron.grids import UniformGrid
+from bakron.grids import CodebookGrid, E8Grid, Grid, UniformGrid
 from bakron.kron import Kron
 
 
@@ -114,3 +115,18 @@ def dyadic(m: int, n: int, *, seed: int = 0, low: int = -3, high: int = 3, densi
     W = torch.randint(-24, 25, (m, n), generator=g) / 8
     scale = 2.0 ** torch.randint(-2, 1, (m, 1), generator=g)
     return Problem(W.float(), Kron(factor(n), factor(m)), UniformGrid(scale.float(), None, low, high))
+
+
+# Every kind of grid, fitted to a weight whose width 8 and 16 divide.
+GRIDS: dict[str, Callable[[Tensor], Grid]] = {
+    "uniform": lambda W: UniformGrid.fit(W, 7),
+    "uniform-asymmetric-grouped": lambda W: UniformGrid.fit(W, bits=3, group_size=8, symmetric=False),
+    "nf4": lambda W: CodebookGrid.fit(W, "nf4", 16),
+    "mxfp4": lambda W: CodebookGrid.fit(W, "e2m1", 16, scale_format="e8m0"),
+    "nvfp4": lambda W: CodebookGrid.fit(W, "e2m1", 16, scale_format="e4m3"),
+    "iq4_nl": lambda W: CodebookGrid.fit(W, "iq4_nl", 8),
+    "lloyd-max-7": lambda W: CodebookGrid.fit(W, "lloyd-max-7"),
+    "own-table": lambda W: CodebookGrid.fit(W, torch.tensor([-2.0, -0.5, 0.25, 3.0]), 16),
+    "e8": lambda W: E8Grid.fit(W),
+}
+SCALAR_GRIDS = [name for name in GRIDS if name != "e8"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from problems import problem
 
 from bakron.errors import RecipeError, ShapeError
-from bakron.grids import UniformGrid, check_group, code_range
+from bakron.grids import TABLES, CodebookGrid, E8Grid, UniformGrid, check_group, code_range
+from bakron.grids.codebook import lloyd_max
 from bakron.kron import Kron
 
 
@@ -166,3 +168,128 @@ def test_a_grid_knows_the_weight_it_was_fitted_for():
             grid.check(weight(*shape))
     with pytest.raises(ShapeError, match=r"\[3, n\]"):
         UniformGrid.fit(weight(3, 48), 7).check(weight(2, 48))
+
+
+def test_codebook_ties_go_to_the_even_level_from_zero():
+    grid = CodebookGrid(torch.ones(1, 1), None, 0, 14, None, None, TABLES["e2m1"]())
+    T = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 9.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, -9.0]])
+    for dtype in (torch.float32, torch.float64):
+        _, values = grid.project(T.to(dtype))
+        assert values[0].tolist() == [0, 1, 1, 2, 2, 4, 4, 6, 0, -1, -1, -2, -2, -4, -4, -6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("table", TABLES)
+def test_thresholds_split_the_line_exactly(table, dtype):
+    levels = TABLES[table]()
+    grid = CodebookGrid(torch.ones(1, 1), None, 0, len(levels) - 1, None, None, levels)
+    middle = ((levels[1:] + levels[:-1]) / 2).to(dtype)
+    far = torch.full_like(middle, torch.inf)
+    x = torch.cat([middle, torch.nextafter(middle, far), torch.nextafter(middle, -far), levels.to(dtype)])
+    distance = (x.double()[:, None] - levels).abs()
+    codes = grid.levels_of(x).long()
+    assert torch.equal(distance.gather(1, codes[:, None])[:, 0], distance.min(1).values)
+    assert torch.equal(codes[-len(levels) :], torch.arange(len(levels)))
+
+
+# Mean squared error on a standard normal weight: published, or from algorithms.md section 6; tolerance for the sample.
+ERRORS = {"lloyd-max-4": 0.1177, "lloyd-max-7": 0.0440, "lloyd-max-8": 0.0345, "lloyd-max-16": 0.0095}
+
+
+@pytest.mark.parametrize("table", ERRORS)
+def test_lloyd_max_tables_have_the_published_error(table):
+    W = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0))
+    grid = CodebookGrid(torch.ones(64, 1), None, 0, len(TABLES[table]()) - 1, None, None, TABLES[table]())
+    assert error(grid, W) / W.numel() == pytest.approx(ERRORS[table], rel=0.03)
+
+
+def test_nf4_is_the_published_table():
+    published = [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,
+                 0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]  # fmt: skip
+    torch.testing.assert_close(TABLES["nf4"](), torch.tensor(published, dtype=torch.float64), rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize(("form", "group"), [("e8m0", 32), ("e4m3", 16)])
+def test_scales_lie_in_their_format_and_beat_the_format_s_own_rule(form, group):
+    W = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
+    grid = CodebookGrid.fit(W, "e2m1", group, scale_format=form)
+    largest = W.view(32, -1, group).abs().amax(-1)
+    if form == "e8m0":
+        assert torch.equal(torch.log2(grid.scale), torch.log2(grid.scale).round())
+        plain = torch.exp2(torch.floor(torch.log2(largest)) - 2)  # the rule of the OCP specification
+    else:
+        tensor_scale = largest.max() / 6 / 448
+        small = grid.scale / tensor_scale
+        torch.testing.assert_close(small.to(torch.float8_e4m3fn).float(), small, rtol=1e-6, atol=0)
+        plain = (largest / 6 / tensor_scale).to(torch.float8_e4m3fn).float() * tensor_scale
+    assert error(grid, W) <= error(replace(grid, scale=plain), W)
+    assert grid.scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("group_size", [None, 12])
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric", "codebook"])
+def test_quadratic_scales_lower_the_row_s_quadratic(kind, group_size):
+    p = problem(16, 48)
+    W = p.W.float()
+
+    def fit(rule):
+        if kind == "codebook":
+            return CodebookGrid.fit(W, "nf4", group_size, rule, p.kron)
+        return UniformGrid.fit(W, 7, group_size, rule, kind == "symmetric", p.kron)
+
+    def quadratic(grid):
+        E = (grid.project(W)[1] - W).double()
+        return (E @ p.kron.A.H * E).sum(1)
+
+    assert (quadratic(fit("quadratic")) <= quadratic(fit("diagonal")) * (1 + 1e-5)).all()
+    assert quadratic(fit("quadratic")).sum() < 0.97 * quadratic(fit("diagonal")).sum()
+    weights = p.kron.A.H.diagonal().float()
+    assert error(fit("diagonal"), W, weights) <= error(fit("mse"), W, weights)
+
+
+def test_codebooks_that_cannot_be_meant_are_refused():
+    W = weight(3, 48)
+    with pytest.raises(RecipeError, match=r"'nf5'.*nf4, e2m1"):
+        CodebookGrid.fit(W, "nf5")
+    with pytest.raises(RecipeError, match="strictly increasing"):
+        CodebookGrid.fit(W, torch.tensor([1.0, 0.0, 2.0]))
+    with pytest.raises(RecipeError, match="both signs"):
+        CodebookGrid.fit(W, torch.tensor([1.0, 2.0]))
+    with pytest.raises(RecipeError, match="float, e8m0, e4m3"):
+        CodebookGrid.fit(W, "e2m1", 16, scale_format="e5m2")
+    with pytest.raises(RecipeError, match="2 to 256"):
+        lloyd_max(1)
+    with pytest.raises(ShapeError, match="multiple of 8"):
+        E8Grid.fit(weight(3, 20))
+    with pytest.raises(RecipeError, match="rms or mse"):
+        E8Grid.fit(W, "absmax")
+
+
+def test_e8_is_a_lattice_codebook_of_two_bits_a_weight():
+    from bakron.grids.e8 import _decode, _encode, absolutes
+
+    assert absolutes().shape == (256, 8)
+    codes = torch.arange(2**16, dtype=torch.int32)
+    points = _decode(codes, torch.float64)
+    assert len(torch.unique(points, dim=0)) == 2**16 and torch.equal(_encode(points), codes)
+    x = torch.randn(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close((_decode(_encode(x), torch.float64) - x).norm(dim=1), torch.cdist(x, points).amin(1))
+    W = weight(32, 512)
+    grid = E8Grid.fit(W)
+    assert float((grid.project(W)[1] - W).square().mean()) == pytest.approx(0.0915, rel=0.03)
+    codes, values = grid.project(W)
+    assert torch.equal(grid.values(codes), values) and grid.spread(512).shape == W.shape
+
+
+def test_reordered_grids_keep_every_weight_s_scale():
+    W = weight(6, 24)
+    rows, columns = (
+        torch.randperm(6, generator=torch.Generator().manual_seed(0)),
+        torch.randperm(24, generator=torch.Generator().manual_seed(1)),
+    )
+    for grid in (UniformGrid.fit(W, 7, 8, symmetric=False), CodebookGrid.fit(W, "nf4", 8)):
+        codes, values = grid.project(W)
+        moved = grid.reorder(rows, columns)
+        found, moved_values = moved.project(W[rows][:, columns])
+        assert torch.equal(found, codes[rows][:, columns]) and torch.equal(moved_values, values[rows][:, columns])
+        assert torch.equal(moved.values(found), moved_values)

@@ -71,9 +71,11 @@ class CodebookGrid(ScalarGrid):
 
     Attributes:
         levels: `[K]` float64, strictly increasing.
+        scale_format: The format that scales are stored in, a name in `FORMATS`.
     """
 
     levels: Tensor | None = None
+    scale_format: str = "float"
 
     @property
     def table(self) -> Tensor | None:
@@ -138,7 +140,7 @@ class CodebookGrid(ScalarGrid):
         if scale == "quadratic" and kron is not None:
             fitted = fit_quadratic(rows, kron.A.H.to(W.device), fitted, None, rounding, snap)
         stored = fitted.to(dtype) if scale_format == "float" else fitted
-        return cls(stored, None, 0, len(levels) - 1, group_size, None, levels)
+        return cls(stored, None, 0, len(levels) - 1, group_size, None, levels, scale_format)
 
 
 def thresholds(levels: Tensor, dtype: torch.dtype) -> Tensor:

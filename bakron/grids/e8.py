@@ -115,6 +115,10 @@ class E8Grid:
         """Scale of every entry, `[m, n]`."""
         return self.scale.to(dtype).expand(-1, n)
 
+    def groups(self, n: int) -> Tensor:
+        """The scale that each of n columns uses: the row's only one."""
+        return torch.zeros(n, dtype=torch.int64, device=self.scale.device)
+
     def reorder(self, rows: Tensor, columns: Tensor) -> E8Grid:
         """The grid of `W[rows]`.
 

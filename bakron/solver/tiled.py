@@ -144,7 +144,7 @@ class _Work:
         self.P = empty((self.count, panels[-1].at + self.tallest if self.two_sided else 0, tile), self.W.dtype)
         self.codes = empty((m, n), np.int32)
         self.losses = np.zeros(m)
-        self.grid = _kernel_grid(grid, n, W.dtype)
+        self.grid = kernel_grid(grid, n, W.dtype)
         self.done = [0] * len(panels)
         self.turn, self.step, self.failed = itertools.count(), threading.Condition(), False
 
@@ -202,7 +202,7 @@ class _Work:
                 self.step.notify_all()
 
 
-def _kernel_grid(grid: ScalarGrid, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def kernel_grid(grid: ScalarGrid, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """The grid as plain arrays and numbers of the sweep's dtype; see `tile_cpu.round_block`."""
     number = _numpy(dtype)
     scale = grid.scale.to(dtype).contiguous()

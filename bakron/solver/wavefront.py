@@ -117,8 +117,9 @@ class _Bands:
             weight, _, _ = self._diagonal(self.weight, d)
             step = 1 if self.one_by_one else max(1, len(rows))
             for part in torch.split(torch.arange(len(rows), device=self.W.device), step):
-                self.codes[rows[part], d - rows[part]], values = self.grid.nearest(t[part], rows[part], d - rows[part])
-                t[part] = values - weight[part]
+                codes, values = self.grid.nearest(t[part].flip(1), rows[part], d - rows[part])
+                self.codes[rows[part], d - rows[part]] = codes
+                t[part] = values.flip(1) - weight[part]
             self._diagonal(self.E, d)[0].copy_(t)
             reversed_units = slice(first + self.columns - 1 - d, last + self.columns - 1 - d)
             near = self.near_A[: hi - d, reversed_units]
