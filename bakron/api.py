@@ -82,6 +82,7 @@ def quantize(
         walk = Walk(loaded, tokens.ids.shape[1] if tokens else 2, device, recipe.batch)
         check_widths(walk, recipe)
         dtype = getattr(torch, models.stored_dtype(source, loaded) if recipe.dtype == "auto" else recipe.dtype)
+        models.check_range(loaded, dtype)
     ids = None if tokens is None else tokens.ids
     if tokens is not None and recipe.method != "rtn" and (narrow := _too_few(walk, tokens.ids.numel())):
         log(
