@@ -57,21 +57,22 @@ def quantize(
     recipe = _recipe(recipe, overrides)
     source = models.find(str(model))
     target = rundir.check_output(out)
+    if recipe.factors:
+        rundir.check_store(recipe.factors)
     if recipe.method != "rtn":
         corpus.check(recipe.data)
 
     import torch
 
     from bakron.export.card import model_card
-    from bakron.grids import check_group
+    from bakron.grids import check_groups
     from bakron.models.walk import Walk
     from bakron.pipeline import Clock, check_widths, run
 
     device = _device(recipe.device)
     clock = Clock()
     with clock.stage("load"):
-        for name, width in models.widths(models.early_config(source)).items():
-            check_group(width, recipe.group_size, name)
+        check_groups(models.widths(models.early_config(source)), recipe.group_size)
         tokenizer = models.read_tokenizer(source)
         tokens = None
         if recipe.method != "rtn":
@@ -88,10 +89,9 @@ def quantize(
         log(
             f"warning: {tokens.ids.numel():,} calibration tokens are fewer than the {narrow:,} inputs of the widest linear; more sequences would help"
         )
-    (target / rundir.FOLDER).mkdir(parents=True, exist_ok=True)
-    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(recipe))
     with clock.stage("hessian"):
         estimator, temporary = _estimator(recipe, walk, ids, target, loaded, progress)
+    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(recipe))
     events = rundir.Events(target / rundir.FOLDER / "events.jsonl")
     counts = {"quantized": 0, "scales": 0}
 
@@ -178,7 +178,7 @@ def _device(name: str) -> torch.device:
 
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        float(torch.zeros(1, device=device))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RecipeError(
             f"device {name!r}: {str(error).splitlines()[0]}", "a device that torch can use here, such as cpu or cuda"
