@@ -80,7 +80,7 @@ def quantize(
             tokens = corpus.windows(texts, tokenizer, length=recipe.length, sequences=recipe.sequences, seed=recipe.seed)
             log(f"calibration: {tokens.describe()}")
         loaded = models.read(source, torch.float32)
-        walk = Walk(loaded, tokens.ids.shape[1] if tokens else 2, device, recipe.batch)
+        walk = Walk(loaded, tokens.ids.shape[1] if tokens else 2, device, recipe.batch, recipe.precision)
         check_widths(walk, recipe)
         dtype = getattr(torch, models.stored_dtype(source, loaded) if recipe.dtype == "auto" else recipe.dtype)
         models.check_range(loaded, dtype)

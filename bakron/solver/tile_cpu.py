@@ -27,7 +27,7 @@ def round_tile(
     E: np.ndarray,
     P: np.ndarray,
     codes: np.ndarray,
-) -> None:  # noqa: D417
+) -> None:
     """Round columns `first:last` of all rows of a panel, in place in `E`, `P` and `codes`.
 
     Args:
@@ -36,11 +36,14 @@ def round_tile(
         left: Feedback of the columns left of the tile, `[h, n]`.
         N_B: Unit factor of B within the panel, `[h, h]`.
         N_A_T: Transposed unit factor of A, `[n, n]`.
-        scale, zero: `[h, G]`.
+        scale: `[h, G]`.
+        zero: `[h, G]`.
         group: Columns per scale.
-        low, high: Code range.
+        low: Smallest code.
+        high: Largest code.
         two_sided: False skips the feedback between rows (B = I).
-        first, last: The tile's columns.
+        first: First column of the tile.
+        last: One past its last column.
         E: `V - W`, written.
         P: `E N_A^T`, written.
         codes: int32, written.
