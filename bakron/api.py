@@ -284,6 +284,7 @@ def _summary(
             "quantized": counts["quantized"],
             "kept": parameters - counts["quantized"],
             "quantized_percent": round(100 * counts["quantized"] / parameters, 2),
+            "kept_percent": round(100 - 100 * counts["quantized"] / parameters, 2),
         },
         "peak_memory_bytes": peak_memory(),
         "dtype": str(dtype).removeprefix("torch."),

@@ -139,7 +139,7 @@ class Walk:
 
     @contextmanager
     def _products(self) -> Iterator[None]:
-        """torch's float32 product setting as the recipe wants it, and the caller's again afterwards."""
+        """The float32 product setting of torch as the recipe wants it, and the caller's again afterwards."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self.precision)
         try:
