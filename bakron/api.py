@@ -57,21 +57,22 @@ def quantize(
     recipe = _recipe(recipe, overrides)
     source = models.find(str(model))
     target = rundir.check_output(out)
+    if recipe.factors:
+        rundir.check_store(recipe.factors)
     if recipe.method != "rtn":
         corpus.check(recipe.data)
 
     import torch
 
     from bakron.export.card import model_card
-    from bakron.grids import check_group
+    from bakron.grids import check_groups
     from bakron.models.walk import Walk
     from bakron.pipeline import Clock, check_widths, run
 
     device = _device(recipe.device)
     clock = Clock()
     with clock.stage("load"):
-        for name, width in models.widths(models.early_config(source)).items():
-            check_group(width, recipe.group_size, name)
+        check_groups(models.widths(models.early_config(source)), recipe.group_size)
         tokenizer = models.read_tokenizer(source)
         tokens = None
         if recipe.method != "rtn":
@@ -79,18 +80,18 @@ def quantize(
             tokens = corpus.windows(texts, tokenizer, length=recipe.length, sequences=recipe.sequences, seed=recipe.seed)
             log(f"calibration: {tokens.describe()}")
         loaded = models.read(source, torch.float32)
-        walk = Walk(loaded, tokens.ids.shape[1] if tokens else 2, device, recipe.batch)
+        walk = Walk(loaded, tokens.ids.shape[1] if tokens else 2, device, recipe.batch, recipe.precision)
         check_widths(walk, recipe)
         dtype = getattr(torch, models.stored_dtype(source, loaded) if recipe.dtype == "auto" else recipe.dtype)
+        models.check_range(loaded, dtype)
     ids = None if tokens is None else tokens.ids
     if tokens is not None and recipe.method != "rtn" and (narrow := _too_few(walk, tokens.ids.numel())):
         log(
             f"warning: {tokens.ids.numel():,} calibration tokens are fewer than the {narrow:,} inputs of the widest linear; more sequences would help"
         )
-    (target / rundir.FOLDER).mkdir(parents=True, exist_ok=True)
-    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(recipe))
     with clock.stage("hessian"):
         estimator, temporary = _estimator(recipe, walk, ids, target, loaded, progress)
+    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(recipe))
     events = rundir.Events(target / rundir.FOLDER / "events.jsonl")
     counts = {"quantized": 0, "scales": 0}
 
@@ -177,7 +178,7 @@ def _device(name: str) -> torch.device:
 
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        float(torch.zeros(1, device=device))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RecipeError(
             f"device {name!r}: {str(error).splitlines()[0]}", "a device that torch can use here, such as cpu or cuda"
@@ -283,6 +284,7 @@ def _summary(
             "quantized": counts["quantized"],
             "kept": parameters - counts["quantized"],
             "quantized_percent": round(100 * counts["quantized"] / parameters, 2),
+            "kept_percent": round(100 - 100 * counts["quantized"] / parameters, 2),
         },
         "peak_memory_bytes": peak_memory(),
         "dtype": str(dtype).removeprefix("torch."),

@@ -27,7 +27,7 @@ GROUPS = {
     "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "dtype"),
     "How to round": ("method", "hessian", "factor", "damping", "damp_a", "damp_b", "inputs"),
     "Calibration": ("data", "sequences", "length", "seed"),
-    "Machine": ("device", "batch", "factors"),
+    "Machine": ("device", "batch", "precision", "factors"),
 }
 
 

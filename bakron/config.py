@@ -22,6 +22,7 @@ Scale = Literal["absmax", "mse", "curvature"]
 Damping = Literal["diagonal", "mean"]
 Inputs = Literal["quantized", "original"]
 Format = Literal["compressed-tensors", "dense"]
+Precision = Literal["bfloat16", "float32"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -99,6 +100,11 @@ class Recipe(BaseModel):
     )
     dtype: Dtype = Field("auto", description="Precision of scales and of all that stays unquantized; auto = that of the original model.")
     batch: int = Field(8, ge=1, description="Sequences per forward pass. Fewer need less memory; the result is the same up to rounding.")
+    precision: Precision = Field(
+        "bfloat16",
+        description="Products of forward and backward passes and Hessian sums: bfloat16 = may round their inputs to bfloat16 where the "
+        "processor is faster at it, sums stay float32; float32 = never. The solver always computes in float32 or better.",
+    )
     factors: str | None = Field(
         None,
         description="Directory that keeps the gradient pass, so that later runs with the same model, data and seed reuse it. Only with "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bakron.config import Recipe
 from bakron.errors import FactorError
-from bakron.grids import UniformGrid, check_group
+from bakron.grids import UniformGrid, check_groups
 from bakron.hessian import Estimator
 from bakron.kron import Kron
 from bakron.models.walk import Walk
@@ -177,10 +177,9 @@ def check_widths(walk: Walk, recipe: Recipe) -> None:
     """Refuse a group size that does not divide some linear's width.
 
     Raises:
-        RecipeError: The first such linear is named.
+        RecipeError: All such linears are named.
     """
-    for name, linear in walk.linears(0).items():
-        check_group(linear.in_features, recipe.group_size, name)
+    check_groups({name: linear.in_features for name, linear in walk.linears(0).items()}, recipe.group_size)
 
 
 def bits_per_weight(levels: int, scale_bits: int, zero_bits: int, weights: int, scales: int) -> float:

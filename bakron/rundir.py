@@ -27,12 +27,27 @@ def check_output(out: str | Path) -> Path:
         raise OutputError(f"{out} is a file", "a new or empty directory", "Choose another output directory")
     if path.is_dir() and any(path.iterdir()):
         raise OutputError(f"{out} is not empty", "a new or empty directory", "Choose another output directory or remove it first")
+    _check_writable(path)
+    return path
+
+
+def check_store(path: str | Path) -> None:
+    """A directory that is kept between runs must be there or be possible to make, and be writable.
+
+    Raises:
+        OutputError: It is not.
+    """
+    _check_writable(Path(path).expanduser())
+
+
+def _check_writable(path: Path) -> None:
     ancestor = path
     while not ancestor.exists():
         ancestor = ancestor.parent
+    if not ancestor.is_dir():
+        raise OutputError(f"{ancestor} is a file", "a directory", "Choose another directory")
     if not os.access(ancestor, os.W_OK):
-        raise OutputError(f"{ancestor} cannot be written", "a writable directory", "Choose another output directory")
-    return path
+        raise OutputError(f"{ancestor} cannot be written", "a writable directory", "Choose another directory")
 
 
 def codes_file(out: Path, i: int) -> Path:

@@ -56,6 +56,7 @@ STEPS = list(ROWS)[:5]
 def main() -> None:
     """Run the study that the flags ask for and print its table."""
     flags = _flags()
+    torch.set_float32_matmul_precision("medium")  # of the evaluation; the passes of a row set their own
     texts = {split: data.load(str(getattr(flags, split)), split=split) for split in ("calibration", "evaluation")}
     source = models.find(str(flags.model or demo_model()))
     tokenizer = models.read_tokenizer(source)
@@ -84,7 +85,7 @@ def _row(
     model: Any, original: Any, ids: torch.Tensor, windows: torch.Tensor, name: str, seed: int, levels: int, group_size: int, store: Path
 ) -> dict[str, Any]:
     recipe = config.from_dict({"levels": levels, "group_size": group_size, "seed": seed, **ROWS[name]}).resolve()
-    walk, clock = Walk(model, ids.shape[1], batch=recipe.batch), Clock()
+    walk, clock = Walk(model, ids.shape[1], batch=recipe.batch, precision=recipe.precision), Clock()
     counts = {"weights": 0, "scales": 0}
 
     def keep(_: int, rounded: dict[str, Rounded]) -> None:

@@ -9,7 +9,7 @@ For a uniform grid that is `code = clamp(round_half_even(x) + zero, low, high)` 
 
 from bakron.grids.codebook import TABLES, CodebookGrid
 from bakron.grids.e8 import E8Grid
-from bakron.grids.scalar import Grid, ScalarGrid, check_group
+from bakron.grids.scalar import Grid, ScalarGrid, check_group, check_groups
 from bakron.grids.scales import FORMATS, SCALES
 from bakron.grids.uniform import UniformGrid, code_range
 
@@ -23,5 +23,6 @@ __all__ = [
     "ScalarGrid",
     "UniformGrid",
     "check_group",
+    "check_groups",
     "code_range",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -62,6 +63,26 @@ def check_group(n: int, group_size: int | None, name: str = "the weight") -> int
             f"Use one of {choices}, or group_size=None" if choices else "Use group_size=None",
         )
     return n // group_size
+
+
+def check_groups(widths: Mapping[str, int], group_size: int | None) -> None:
+    """Refuse a group size that does not divide every width, before any work is done.
+
+    Args:
+        widths: Inputs by name of a linear, or of several.
+        group_size: Inputs per scale; None = the whole row.
+
+    Raises:
+        RecipeError: All linears that it does not fit are named, and sizes that fit every one.
+    """
+    unfit = [f"the {n} inputs of {name}" for name, n in widths.items() if group_size is not None and (group_size < 1 or n % group_size)]
+    if unfit:
+        choices = [str(g) for g in (16, 32, 64, 128, 256) if not any(n % g for n in widths.values())]
+        raise RecipeError(
+            f"group size {group_size} does not divide {', nor '.join(unfit)}",
+            "a divisor of every width, or no groups (one scale per row)",
+            f"Use {', '.join(choices)} or -1 (no groups)" if choices else "Use -1 (no groups)",
+        )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bakron import rundir
 from bakron.errors import ModelError, RecipeError
 from bakron.hessian.factor import FACTORS, Gram, pack, unpack
-from bakron.hessian.input import input_moments
+from bakron.hessian.input import input_factors, input_moments
 from bakron.kron import Factor, Kron
 from bakron.models.walk import Walk
 
@@ -87,11 +87,8 @@ class BackpropEstimator:
         weights = {name: stored[f"{name}.gradient"].reshape(shape) for name in linears} if self.weighting.a_by_gradient else {}
         grams = input_moments(self.walk, i, inputs, weights)
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
-        shared = {id(gram): Factor(gram.value()) for gram in grams.values()}
-        return {
-            name: Kron(shared[id(grams[name])], Factor(unpack(stored[f"{name}.B"], linear.out_features)))
-            for name, linear in linears.items()
-        }
+        A = input_factors(self.walk, i, grams)
+        return {name: Kron(A[name], Factor(unpack(stored[f"{name}.B"], linear.out_features))) for name, linear in linears.items()}
 
 
 def gradient_pass(walk: Walk, ids: Tensor, store: Path, *, seed: int, b_by_input: bool, progress: Progress) -> None:
@@ -106,11 +103,15 @@ def gradient_pass(walk: Walk, ids: Tensor, store: Path, *, seed: int, b_by_input
         progress: Called with (stage, done, total).
 
     Raises:
-        ModelError: A gradient is not finite.
+        ModelError: An activation or a gradient is not finite.
     """
     inputs = [walk.embed(ids)]
     for i in range(len(walk)):
         inputs.append(walk.apply(i, inputs[-1]))
+        if not bool(torch.isfinite(inputs[-1]).all()):
+            raise ModelError(
+                f"the activations that leave {walk.prefix(i)} are not finite", "finite activations", "Check the model on this text first"
+            )
         progress("forward", i + 1, len(walk))
     gradient = head_gradient(walk, inputs.pop(), seed, progress)
     for i in reversed(range(len(walk))):

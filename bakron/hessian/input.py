@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from bakron.errors import FactorError
 from bakron.hessian.factor import Gram
 from bakron.kron import Factor, Kron
 from bakron.models.walk import Walk
@@ -34,8 +35,32 @@ class InputEstimator:
         """
         grams = input_moments(self.walk, i, inputs, {})
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
-        factors = {id(gram): Factor(gram.value()) for gram in grams.values()}
-        return {name: Kron(factors[id(gram)]) for name, gram in grams.items()}
+        factors = input_factors(self.walk, i, grams)
+        return {name: Kron(factor) for name, factor in factors.items()}
+
+
+def input_factors(walk: Walk, i: int, grams: Mapping[str, Gram]) -> dict[str, Factor]:
+    """One Factor a Gram, so that linears which share the one share the other.
+
+    Args:
+        walk: The model.
+        i: Block.
+        grams: From `input_moments`.
+
+    Returns:
+        Factor per linear.
+
+    Raises:
+        FactorError: The inputs of a linear are not finite; the first one is named.
+    """
+    made: dict[int, Factor] = {}
+    for name, gram in grams.items():
+        if id(gram) not in made:
+            try:
+                made[id(gram)] = Factor(gram.value())
+            except FactorError as error:
+                raise FactorError(f"inputs of {walk.prefix(i)}.{name}: {error.saw}", error.expected, error.do, index=error.index) from error
+    return {name: made[id(gram)] for name, gram in grams.items()}
 
 
 def input_moments(walk: Walk, i: int, inputs: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Gram]:

@@ -272,6 +272,23 @@ def tied_names(model: PreTrainedModel) -> set[str]:
     return set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
 
 
+def check_range(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Refuse a dtype that cannot hold the model's weights: they would be written as infinities.
+
+    Raises:
+        ModelError: The first such weight is named.
+    """
+    import torch
+
+    largest = torch.finfo(dtype).max
+    for name, parameter in model.named_parameters():
+        if (reached := float(parameter.abs().max())) > largest:
+            kind = str(dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{name} reaches {reached:.3g}", f"at most {largest:.3g}, the range of {kind}", "Choose dtype bfloat16 or float32"
+            )
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 over names and values of all weights."""
     import torch

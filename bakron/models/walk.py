@@ -21,13 +21,18 @@ class Walk:
         length: Tokens of every sequence, T.
         device: Where blocks run; each is moved there for its turn only.
         batch: Sequences per forward pass.
+        precision: "bfloat16" lets products of blocks and head round their inputs to bfloat16 (or TF32) where the processor is faster at it, with sums
+            in float32; on processors without matrix units for it this still selects the faster float32 kernels. "float32" forbids it.
 
     Raises:
         ModelError: Unknown architecture, or a linear of its layout is missing or of another kind.
     """
 
-    def __init__(self, model: nn.Module, length: int, device: str | torch.device = "cpu", batch: int = 8) -> None:
+    def __init__(
+        self, model: nn.Module, length: int, device: str | torch.device = "cpu", batch: int = 8, precision: str = "bfloat16"
+    ) -> None:
         self.model, self.length, self.batch, self.device = model, length, batch, torch.device(device)
+        self.precision = {"bfloat16": "medium", "float32": "highest"}[precision]
         self.layout = layout_of(model.config.model_type)  # type: ignore[union-attr, arg-type]
         self.blocks: list[nn.Module] = list(model.get_submodule(self.layout.blocks))  # type: ignore[arg-type]
         self.norm, self.head = model.get_submodule(self.layout.norm), model.get_submodule(self.layout.head)
@@ -115,7 +120,8 @@ class Walk:
         """Block i on the device for the time of a with statement."""
         block = self.blocks[i].to(self.device)
         try:
-            yield block
+            with self._products():
+                yield block
         finally:
             if self.device.type != "cpu":
                 block.to("cpu")
@@ -125,10 +131,21 @@ class Walk:
         """Final norm and head on the device for the time of a with statement."""
         self.norm.to(self.device), self.head.to(self.device)
         try:
-            yield
+            with self._products():
+                yield
         finally:
             if self.device.type != "cpu":
                 self.norm.to("cpu"), self.head.to("cpu")
+
+    @contextmanager
+    def _products(self) -> Iterator[None]:
+        """The float32 product setting of torch as the recipe wants it, and the caller's again afterwards."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.precision)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
     @property
     def _body(self) -> nn.Module:

@@ -1,0 +1,39 @@
+"""The README says what the code does and prints what the results say."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_tables_are_those_of_the_result_files() -> None:
+    import readme
+
+    assert set(readme.tables()) == {"demo", "quality"}
+    assert readme.filled(README) == README, "run python benchmarks/readme.py"
+
+
+def test_the_library_example_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    x, g = torch.randn(256, 128, generator=torch.Generator().manual_seed(0)), torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
+    names = {"A": x.T @ x, "B": g.T @ g, "W": g[:32].T @ x[:32, :128]}
+    exec(code, names)
+    assert names["bakron"].certify(names["solution"].values, names["W"], names["kron"], names["grid"]).violations == 0
+
+
+def test_every_make_target_and_flag_named_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for target in set(re.findall(r"`?make ([a-z-]+)", README)):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"README names make {target}"
+    from bakron.config import Recipe
+
+    known = {name.replace("_", "-") for name in Recipe.model_fields} | {"reference", "recipe", "data"}
+    for flag in set(re.findall(r"`--([a-z-]+)", README)):
+        assert flag in known, f"README names --{flag}"
