@@ -10,7 +10,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -q
 READY := .venv/.installed
 MODEL := .venv/.model
 
-.PHONY: help demo test check bench bench-quality clean
+.PHONY: help demo test check bench bench-solver bench-quality clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -31,6 +31,9 @@ check: $(READY)  ## lint, formatting, types of the pure rooms, import layers
 bench: $(MODEL)  ## time the solver, and a quick quality table
 	$(RUN) benchmarks/solver.py
 	$(RUN) benchmarks/quality.py --quick
+
+bench-solver: $(READY)  ## every schedule of the solver beside one matrix product; SIZES=512,1024 chooses the sizes
+	$(RUN) benchmarks/solver.py $(if $(SIZES),--sizes $(SIZES) --shapes "")
 
 bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=file choose the texts
 	@for file in "$(CALIBRATION)" "$(EVALUATION)"; do test -s "$$file" || { \

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from bakron.api import evaluate, quantize
     from bakron.config import Recipe
     from bakron.errors import BakronError
-    from bakron.grids import UniformGrid
+    from bakron.grids import CodebookGrid, E8Grid, UniformGrid
     from bakron.hessian import ESTIMATORS, FACTORS
     from bakron.kron import Factor, Kron
-    from bakron.solver import METHODS, Certificate, Solution, certify, solve
+    from bakron.solver import METHODS, Certificate, Solution, certify, polish, refit, solve
 
 __version__ = "0.1.0"
 
@@ -25,6 +25,8 @@ __all__ = [
     "METHODS",
     "BakronError",
     "Certificate",
+    "CodebookGrid",
+    "E8Grid",
     "Factor",
     "Kron",
     "Recipe",
@@ -32,7 +34,9 @@ __all__ = [
     "UniformGrid",
     "certify",
     "evaluate",
+    "polish",
     "quantize",
+    "refit",
     "solve",
 ]
 
@@ -40,10 +44,10 @@ _ROOMS = {
     "bakron.api": ["evaluate", "quantize"],
     "bakron.config": ["Recipe"],
     "bakron.errors": ["BakronError"],
-    "bakron.grids": ["UniformGrid"],
+    "bakron.grids": ["CodebookGrid", "E8Grid", "UniformGrid"],
     "bakron.hessian": ["ESTIMATORS", "FACTORS"],
     "bakron.kron": ["Factor", "Kron"],
-    "bakron.solver": ["METHODS", "Certificate", "Solution", "certify", "solve"],
+    "bakron.solver": ["METHODS", "Certificate", "Solution", "certify", "polish", "refit", "solve"],
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -158,6 +158,10 @@ class Factor:
             self._memo[key] = make()
         return self._memo[key]
 
+    def forget(self) -> None:
+        """Drop what `memo` remembers; factors and pivots stay. Frees a kernel's layouts once a weight is solved."""
+        self._memo.clear()
+
     @property
     def rho(self) -> float:
         """`tr(D) / tr(H)` in (0, 1]: how much of the trace is left in the pivots. 1 = diagonal, nothing for feedback to gain."""

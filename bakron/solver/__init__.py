@@ -10,7 +10,20 @@ Every method in `METHODS` returns the same answer: nearest-plane rounding on `A 
 from bakron.solver.after import polish, refit
 from bakron.solver.certificate import Certificate, certify
 from bakron.solver.orders import ORDERS
-from bakron.solver.schedule import identity_loss, targets
+from bakron.solver.schedule import Sweep, Swept, identity_loss, targets
 from bakron.solver.solution import METHODS, Solution, solve
 
-__all__ = ["METHODS", "ORDERS", "Certificate", "Solution", "certify", "identity_loss", "polish", "refit", "solve", "targets"]
+__all__ = [
+    "METHODS",
+    "ORDERS",
+    "Certificate",
+    "Solution",
+    "Sweep",
+    "Swept",
+    "certify",
+    "identity_loss",
+    "polish",
+    "refit",
+    "solve",
+    "targets",
+]
