@@ -119,7 +119,7 @@ def textbook_gptq(W: Tensor, A: Tensor, grid: UniformGrid, block: int = 128) -> 
     scale = grid.spread(W.shape[1], W.dtype)
     for start in range(0, W.shape[1], block):
         stop = min(start + block, W.shape[1])
-        part, errors = W[:, start:stop].clone(), torch.empty(len(W), stop - start)
+        part, errors = W[:, start:stop].clone(), W.new_empty(len(W), stop - start)
         for j in range(stop - start):
             step = scale[:, start + j]
             code = (part[:, j] / step).round_().clamp_(grid.low, grid.high)

@@ -185,14 +185,14 @@ class ScalarGrid:
 
     def values(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """`level(code) * scale` of integer codes `[m, n]`."""
-        levels = codes.to(dtype)
+        levels = codes.to(dtype, copy=True)
         if self.index is not None:
             scale, zero = self.expand(codes.shape[1], dtype)
             return self.decode(levels - zero) * scale
-        grouped = levels.view(*self.scale.shape, -1)
+        grouped = levels.reshape(*self.scale.shape, -1)
         if self.zero is not None:
             grouped -= self.zero.to(dtype)[..., None]
-        return (self.decode(grouped).mul_(self.scale.to(dtype)[..., None])).view(codes.shape)
+        return (self.decode(grouped).mul_(self.scale.to(dtype)[..., None])).reshape(codes.shape)
 
     def reorder(self: Self, rows: Tensor, columns: Tensor) -> Self:
         """The grid of `W[rows][:, columns]`: every weight keeps its own scale."""

@@ -90,6 +90,8 @@ def solve(W: Tensor, kron: Kron, grid: Grid, *, method: str = "auto", order: str
     assert sweep is not None
     ordered, ordered_kron, ordered_grid, rows, columns = reorder(work, kron, grid, order)
     ordered_kron.factor()
+    if sweep is tiled.sweep and W.device.type == "cpu":
+        tiled.ready(work.dtype)
     start = time.perf_counter()
     codes, loss = sweep(ordered, ordered_kron, ordered_grid)
     seconds = time.perf_counter() - start

@@ -12,6 +12,7 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bakron.errors import MethodError
-from bakron.grids import Grid, ScalarGrid
+from bakron.grids import Grid, ScalarGrid, UniformGrid
 from bakron.kron import Factor, Kron
 from bakron.solver.schedule import Swept
 
@@ -69,6 +70,13 @@ def sweep(W: Tensor, kron: Kron, grid: Grid, *, panel: int | None = None, block:
     work.run(min(threads, len(panels)))
     losses = torch.from_numpy(work.losses)
     return Swept(torch.from_numpy(work.codes), float(losses.sum() if kron.B is None else losses @ kron.B.pivots))
+
+
+@cache
+def ready(dtype: torch.dtype) -> None:
+    """Import and compile the kernels for a dtype, once a process, so that no sweep's time holds it."""
+    one = torch.ones(1, 1)
+    sweep(one.to(dtype), Kron(one, one), UniformGrid(one, None, -1, 1), threads=1)
 
 
 def _panels(m: int, head: int, panel: int, lanes: int) -> list[Panel]:
