@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bakron.errors import ModelError
 from bakron.models.layout import layout_of
+from bakron.models.load import check_length
 
 
 class Walk:
@@ -38,11 +39,7 @@ class Walk:
         self.norm, self.head = model.get_submodule(self.layout.norm), model.get_submodule(self.layout.head)
         for i in range(len(self.blocks)):
             self.linears(i)
-        limit = getattr(model.config, "max_position_embeddings", None)
-        if isinstance(limit, int) and length > limit:
-            raise ModelError(
-                f"sequences of {length} tokens", f"at most {limit}, the model's max_position_embeddings", "Use a smaller length"
-            )
+        check_length(model, length)
         self._arguments = self._record_arguments()
 
     def __len__(self) -> int:
