@@ -127,6 +127,8 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
             else field.annotation
         )
         choices = get_args(kind) if get_origin(kind) is Literal else ()
+        extra = field.json_schema_extra
+        forms = choices or (extra["forms"] if isinstance(extra, dict) and "forms" in extra else ())
         flag = "--" + name.replace("_", "-")
         declared = (flag + "/--asymmetric",) if name == "symmetric" else (flag,)
         default = "" if field.default is None or name == "symmetric" else f" [default: {field.default}]"
@@ -135,7 +137,7 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
             typer.Option(
                 *declared,
                 help=(field.description or "") + default,
-                metavar="|".join(choices) if choices else None,
+                metavar="|".join(forms) if forms else None,
                 rich_help_panel=panel[name],
                 show_default=False,
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,7 +18,8 @@ from bakron.errors import RecipeError
 
 Method = Literal["rtn", "gptq", "bakron"]
 Hessian = Literal["input", "backprop"]
-FactorName = Literal["kfac", "shampoo", "mixed"]
+FACTOR_FORMS = ("kfac", "shampoo", "shampoo:K", "mixed", "sequence", "kl", "kl:K")  # K = number of steps, 1 to 99
+FACTOR_PATTERN = re.compile(r"kfac|mixed|sequence|(shampoo|kl)(:[1-9]\d?)?")
 Scale = Literal["absmax", "mse", "curvature"]
 Damping = Literal["diagonal", "mean"]
 Inputs = Literal["quantized", "original"]
@@ -44,10 +46,13 @@ class Recipe(BaseModel):
         description="What measures the harm of an error: input = the inputs of each layer alone; backprop = gradients of the whole model's "
         "loss. Default: input for gptq, backprop for bakron.",
     )
-    factor: FactorName | None = Field(
+    factor: str | None = Field(
         None,
         description="How gradients become a factor for the inputs (A) and one for the outputs (B): kfac = separate averages; shampoo = "
-        "each weighted by the other side; mixed = A of shampoo, B of kfac (default). Only with backprop.",
+        "each weighted by the other side, shampoo:K = K times over; mixed = A of shampoo, B of kfac (default); sequence = of whole "
+        "sequences' gradients (implies inputs original); kl = weighted by the other side's inverse, kl:K = K times over (3). Only with "
+        "backprop.",
+        json_schema_extra={"forms": list(FACTOR_FORMS)},
     )
     levels: int | None = Field(
         None, ge=2, le=256, description="Number of values that a weight can take within its group, for example 7. Give this or bits."
@@ -111,6 +116,13 @@ class Recipe(BaseModel):
         "backprop.",
     )
 
+    @field_validator("factor")
+    @classmethod
+    def _factor(cls, value: str | None) -> str | None:
+        if value is not None and not FACTOR_PATTERN.fullmatch(value):
+            raise ValueError("no factorisation")
+        return value
+
     @field_validator("group_size")
     @classmethod
     def _group_size(cls, value: int | None) -> int | None:
@@ -136,9 +148,9 @@ class Recipe(BaseModel):
             filled["hessian"] = self.hessian or ("input" if self.method == "gptq" else "backprop")
             filled["damping"] = self.damping or "diagonal"
             filled["damp_a"] = 0.1 if self.damp_a is None else self.damp_a
-            filled["inputs"] = self.inputs or "quantized"
             if filled["hessian"] == "backprop":
                 filled["factor"] = self.factor or "mixed"
+            filled["inputs"] = self.inputs or ("original" if self.factor == "sequence" else "quantized")
         if self.method == "bakron":
             filled["damp_b"] = 1.0 if self.damp_b is None else self.damp_b
         return self.model_copy(update=filled)
@@ -175,6 +187,11 @@ def _refuse_idle(recipe: Recipe) -> None:
             f"{_and(idle)} would do nothing with hessian input, which takes no gradients",
             do=f"Drop {_and(idle)}, or choose hessian backprop",
         )
+    if recipe.factor == "sequence" and recipe.inputs == "quantized":
+        raise RecipeError(
+            "inputs is quantized, but factor sequence takes inputs and gradients together, both of the original model",
+            "inputs original",
+        )
     if method == "gptq" and "damp_b" in given:
         raise RecipeError(
             "damp_b would do nothing with method gptq, whose output factor is the identity", do="Drop damp_b, or choose method bakron"
@@ -198,6 +215,8 @@ def allowed(name: str) -> str:
     """
     if name == "group_size":
         return "a whole number of at least 1, or -1 for one scale per row"
+    if name == "factor":
+        return f"{', '.join(FACTOR_FORMS[:-1])} or {FACTOR_FORMS[-1]} (K = 1 to 99 steps)"
     field = Recipe.model_fields[name]
     kind = field.annotation
     if get_origin(kind) in (UnionType, Union):

@@ -81,7 +81,7 @@ def test_frozen():
 
 optional = {
     "hessian": st.sampled_from(["input", "backprop"]),
-    "factor": st.sampled_from(["kfac", "shampoo", "mixed"]),
+    "factor": st.sampled_from(["kfac", "shampoo", "shampoo:3", "mixed", "sequence", "kl", "kl:12"]),
     "levels": st.integers(2, 256),
     "bits": st.integers(2, 8),
     "scale": st.sampled_from(["absmax", "mse", "curvature"]),

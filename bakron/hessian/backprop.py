@@ -4,8 +4,9 @@ Labels are sampled from the model's softmax, one per token (the true Fisher, whi
 summed, not averaged, so that every token's gradient is its own.
 
 The gradient pass goes over the original model once, before any rounding: block inputs are stored going forward, then the blocks are walked back with
-recomputation, so that one block's activations and factors are alive at a time. Of each linear it keeps, on disk, B (packed) and one number a token, |g_t|^2. A is
-accumulated later, when the block's turn to be rounded comes, on the inputs that the quantized prefix really gives it, weighted by those numbers.
+recomputation, so that one block's activations and factors are alive at a time. Of each linear it keeps, on disk, B (packed) and one number a token: its weight in
+A, such as |g_t|^2. A is accumulated later, when the block's turn to be rounded comes, on the inputs that the quantized prefix really gives it, weighted by those
+numbers. Factorisation `sequence` is no weighted sum over tokens: there A, too, is of the original model's inputs, and comes from the gradient pass.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 from bakron import rundir
 from bakron.errors import ModelError, RecipeError
-from bakron.hessian.factor import FACTORS, Gram, pack, unpack
+from bakron.hessian.factor import Step, Weighting, pack, unpack
+from bakron.hessian.factor import weighting as weighting_of
 from bakron.hessian.input import input_factors, input_moments
 from bakron.kron import Factor, Kron
 from bakron.models.walk import Walk
@@ -37,7 +39,7 @@ class BackpropEstimator:
         walk: The original model.
         ids: Calibration tokens `[N, T]`.
         store: Directory for the gradient pass's results; a complete one of the same model, tokens, seed and weighting of B is reused.
-        factor: A name in `FACTORS`.
+        factor: A name in `FACTORS`, `shampoo:K` or `kl:K`.
         seed: Of the sampled labels.
         fingerprint: Identifies the model's weights.
         progress: Called with (stage, done, total).
@@ -58,17 +60,17 @@ class BackpropEstimator:
         fingerprint: str = "",
         progress: Progress | None = None,
     ) -> None:
-        self.walk, self.store, self.weighting = walk, store, FACTORS[factor]
+        self.walk, self.store, self.weighting = walk, store, weighting_of(factor)
         self.tokens: dict[str, int] = {}
         key = {
             "model": fingerprint,
             "tokens": hashlib.sha256(ids.contiguous().numpy().tobytes()).hexdigest(),
             "shape": list(ids.shape),
             "seed": seed,
-            "b_by_input": self.weighting.b_by_input,
+            **self.weighting.b_key,
         }
         if not _complete(store, key):
-            gradient_pass(walk, ids, store, seed=seed, b_by_input=self.weighting.b_by_input, progress=progress or (lambda *_: None))
+            gradient_pass(walk, ids, store, seed=seed, weighting=self.weighting, progress=progress or (lambda *_: None))
             rundir.write_text(store / MANIFEST, json.dumps(key, indent=1))
 
     def block(self, i: int, inputs: Tensor) -> dict[str, Kron]:
@@ -84,14 +86,18 @@ class BackpropEstimator:
         stored = rundir.read_tensors(_file(self.store, i))
         shape = inputs.shape[:2]
         linears = self.walk.linears(i)
+        B = {name: Factor(unpack(stored[f"{name}.B"], linear.out_features)) for name, linear in linears.items()}
+        if self.weighting.by_sequence:
+            self.tokens = dict.fromkeys(linears, shape.numel())
+            return {name: Kron(Factor(unpack(stored[f"{name}.A"], linear.in_features)), B[name]) for name, linear in linears.items()}
         weights = {name: stored[f"{name}.gradient"].reshape(shape) for name in linears} if self.weighting.a_by_gradient else {}
         grams = input_moments(self.walk, i, inputs, weights)
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
         A = input_factors(self.walk, i, grams)
-        return {name: Kron(A[name], Factor(unpack(stored[f"{name}.B"], linear.out_features))) for name, linear in linears.items()}
+        return {name: Kron(A[name], B[name]) for name in linears}
 
 
-def gradient_pass(walk: Walk, ids: Tensor, store: Path, *, seed: int, b_by_input: bool, progress: Progress) -> None:
+def gradient_pass(walk: Walk, ids: Tensor, store: Path, *, seed: int, weighting: Weighting, progress: Progress) -> None:
     """Forward storing block inputs, labels and gradient at the head, then back block by block; one file a block in `store`.
 
     Args:
@@ -99,7 +105,7 @@ def gradient_pass(walk: Walk, ids: Tensor, store: Path, *, seed: int, b_by_input
         ids: `[N, T]`.
         store: Where files go.
         seed: Of the labels.
-        b_by_input: Weigh B's tokens by |x_t|^2.
+        weighting: The factorisation.
         progress: Called with (stage, done, total).
 
     Raises:
@@ -115,17 +121,7 @@ def gradient_pass(walk: Walk, ids: Tensor, store: Path, *, seed: int, b_by_input
         progress("forward", i + 1, len(walk))
     gradient = head_gradient(walk, inputs.pop(), seed, progress)
     for i in reversed(range(len(walk))):
-        moments, gradient = block_gradients(walk, i, inputs.pop(), gradient, b_by_input)
-        bad = [name for name, (gram, _) in moments.items() if not bool(torch.isfinite(gram.value()).all())]
-        if bad:
-            raise ModelError(
-                f"the gradients at {walk.prefix(i)}.{bad[0]} are not finite",
-                "finite gradients",
-                "Use float32 and check the model on this text first",
-            )
-        tensors = {}
-        for name, (gram, norms) in moments.items():
-            tensors |= {f"{name}.B": pack(gram.value()), f"{name}.gradient": norms.reshape(-1)}
+        tensors, gradient = block_moments(walk, i, inputs.pop(), gradient, weighting)
         rundir.write_tensors(_file(store, i), tensors)
         progress("backward", len(walk) - i, len(walk))
 
@@ -150,7 +146,7 @@ def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress) -> 
             x = flat[start : start + HEAD_TOKENS].to(walk.device).requires_grad_()
             with torch.enable_grad():
                 logits = walk.logits(x)
-            slope = torch.softmax(logits.detach().float(), -1)
+            slope = torch.softmax(logits.detach().to(torch.promote_types(logits.dtype, torch.float32)), -1)
             labels = sample(slope, generator)
             slope[torch.arange(len(x), device=slope.device), labels] -= 1.0  # d loss / d logits = p - onehot(label)
             result[start : start + HEAD_TOKENS] = torch.autograd.grad(logits, x, slope.to(logits.dtype))[0].cpu()
@@ -166,9 +162,64 @@ def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     return index.clamp_max(probabilities.shape[1] - 1).flatten()
 
 
-def block_gradients(
-    walk: Walk, i: int, inputs: Tensor, gradient: Tensor, b_by_input: bool
-) -> tuple[dict[str, tuple[Gram, Tensor]], Tensor]:
+def block_moments(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, weighting: Weighting) -> tuple[dict[str, Tensor], Tensor]:
+    """What the gradient pass keeps of block i: one recomputation of the block a step of the factorisation.
+
+    Args:
+        walk: The original model.
+        i: Block.
+        inputs: `[N, T, d]` on the CPU.
+        gradient: At the block's output, `[N, T, d]` on the CPU.
+        weighting: The factorisation.
+
+    Returns:
+        Per linear `name.B` (packed) and `name.gradient`, the tokens' weights in A `[N T]` (or, by sequence, `name.A`, packed); and the gradient at the block's
+        input.
+
+    Raises:
+        ModelError: A gradient is not finite.
+    """
+    linears = walk.linears(i)
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    weights = {name: torch.empty(inputs.shape[:2], dtype=dtype) for name in linears}
+    steps: dict[str, Step] = {}
+    for k in range(weighting.steps):
+        steps = {
+            name: Step(
+                (linear.out_features, linear.in_features),
+                weighting,
+                steps.get(name),
+                with_a=k + 1 < weighting.steps,
+                device=walk.device,
+                dtype=dtype,
+            )
+            for name, linear in linears.items()
+        }
+
+        def visit(rows: slice, name: str, x: Tensor, g: Tensor, steps: dict[str, Step] = steps) -> None:
+            a = steps[name].add(x, g)
+            if a is not None:
+                weights[name][rows] = a.cpu()
+
+        at_input = block_gradients(walk, i, inputs, gradient, visit)
+        if bad := [name for name, step in steps.items() if not step.finite]:
+            raise ModelError(
+                f"the gradients at {walk.prefix(i)}.{bad[0]} are not finite",
+                "finite gradients",
+                "Use float32 and check the model on this text first",
+            )
+    tensors = {}
+    for name, step in steps.items():
+        tensors[f"{name}.B"] = pack(step.B.value())
+        if weighting.by_sequence:
+            assert step.A is not None
+            tensors[f"{name}.A"] = pack(step.A.value())
+        else:
+            tensors[f"{name}.gradient"] = weights[name].reshape(-1)
+    return tensors, at_input
+
+
+def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit: Callable[[slice, str, Tensor, Tensor], None]) -> Tensor:
     """Recompute block i from its inputs and take the gradient back through it.
 
     Args:
@@ -176,14 +227,12 @@ def block_gradients(
         i: Block.
         inputs: `[N, T, d]` on the CPU.
         gradient: At the block's output, `[N, T, d]` on the CPU.
-        b_by_input: Weigh B's tokens by |x_t|^2.
+        visit: Called for each batch and linear with (sequences, linear, its inputs `[b, T, n]`, the gradient at its outputs `[b, T, m]`), on the device.
 
     Returns:
-        Per linear the running sum of b_t g_t g_t^T and the squared norms |g_t|^2 `[N, T]`; and the gradient at the block's input.
+        The gradient at the block's input, `[N, T, d]` on the CPU.
     """
     linears = walk.linears(i)
-    grams = {name: Gram(linear.out_features, walk.device) for name, linear in linears.items()}
-    norms = {name: torch.empty(inputs.shape[:2], dtype=torch.float32) for name in linears}
     result = torch.empty_like(gradient)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -205,13 +254,12 @@ def block_gradients(
                 at_input, *at_outputs = torch.autograd.grad(y, [x, *outputs], gradient[rows].to(y))
                 result[rows] = at_input.cpu()
                 for name, g in zip(linears, at_outputs, strict=True):
-                    norms[name][rows] = g.float().square().sum(-1).cpu()
-                    grams[name].add(g, seen[name][0].float().square().sum(-1) if b_by_input else None)
+                    visit(rows, name, seen[name][0], g)
                 seen.clear()
     finally:
         for handle in handles:
             handle.remove()
-    return {name: (grams[name], norms[name]) for name in linears}, result
+    return result
 
 
 def _file(store: Path, i: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from bakron.errors import FactorError
@@ -76,10 +77,11 @@ def input_moments(walk: Walk, i: int, inputs: Tensor, weights: Mapping[str, Tens
         Gram per linear.
     """
     linears, seen = walk.linears(i), dict[str, Tensor]()
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
     grams: dict[str, Gram] = {}
     for names in walk.layout.shared_inputs:
-        shared = Gram(linears[names[0]].in_features, walk.device)
-        grams |= {name: Gram(linears[name].in_features, walk.device) if name in weights else shared for name in names}
+        shared = Gram(linears[names[0]].in_features, walk.device, dtype)
+        grams |= {name: Gram(linears[name].in_features, walk.device, dtype) if name in weights else shared for name in names}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
