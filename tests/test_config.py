@@ -80,8 +80,14 @@ def test_frozen():
 
 
 optional = {
-    "hessian": st.sampled_from(["input", "backprop"]),
+    "hessian": st.sampled_from(["input", "attention-local", "value-local", "mlp-local", "fully-local", "backprop"]),
     "factor": st.sampled_from(["kfac", "shampoo", "shampoo:3", "mixed", "sequence", "kl", "kl:12"]),
+    "labels": st.sampled_from(["sampled", "empirical"]),
+    "clip": st.sampled_from([0.5, 0.99]),
+    "skip_first": st.booleans(),
+    "diagnostics": st.booleans(),
+    "gate": st.booleans(),
+    "boundary_memory": st.sampled_from(["4GB", "512MiB", "100000"]),
     "levels": st.integers(2, 256),
     "bits": st.integers(2, 8),
     "scale": st.sampled_from(["absmax", "mse", "curvature"]),
@@ -122,6 +128,12 @@ def test_resolved_recipe_survives_the_file_and_resolves_to_itself(tmp_path_facto
         ("damp_b", 0.0),
         ("inputs", "original"),
         ("factors", "cache"),
+        ("labels", "empirical"),
+        ("clip", 0.9),
+        ("skip_first", True),
+        ("diagnostics", True),
+        ("gate", True),
+        ("boundary_memory", "4GB"),
     ],
 )
 def test_rtn_refuses_what_belongs_to_a_hessian(key, value):
@@ -140,7 +152,7 @@ def test_rtn_has_no_curvature():
 
 
 @pytest.mark.parametrize("values", [{"method": "gptq"}, {"method": "gptq", "hessian": "input"}])
-@pytest.mark.parametrize("key, value", [("factor", "mixed"), ("factors", "cache")])
+@pytest.mark.parametrize("key, value", [("factor", "mixed"), ("factors", "cache"), ("labels", "sampled"), ("clip", 0.9)])
 def test_input_hessian_takes_no_gradients(values, key, value):
     message = refusal(from_dict({**values, key: value}).resolve)
     assert message == f"{key} would do nothing with hessian input, which takes no gradients. Drop {key}, or choose hessian backprop."

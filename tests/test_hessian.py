@@ -289,7 +289,6 @@ def factors_of(name, factor, walk, ids, store):
 
 @pytest.mark.parametrize("name, factor", [("input", None), *[("backprop", factor) for factor in FACTORS]])
 def test_linears_that_see_one_input_share_its_factor_and_never_b(name, factor, tmp_path):
-    assert set(ESTIMATORS) == {"input", "backprop"}
     walk = Walk(tiny_model("qwen3"), 8)
     krons = factors_of(name, factor, walk, tokens(2, 8), tmp_path)
     by_gradient = name == "backprop" and FACTORS[factor].a_by_gradient

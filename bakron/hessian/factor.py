@@ -9,8 +9,8 @@ in for it. All but `sequence` differ only in how tokens are weighted:
 |-----------|-------------|-------------|---|
 | kfac      | 1           | 1           | x and g taken for independent (Martens and Grosse 2015) |
 | shampoo   | |g_t|^2     | |x_t|^2     | one step from the identity (Birnick and Saab 2026, section 4) |
-| shampoo:K | g_t^T B g_t | x_t^T A x_t | K such steps, each from the A and B of the one before: power iteration toward the nearest Kronecker product (Frobenius norm) |
-| kl        | g_t^T P g_t | x_t^T Q x_t | the same with P, Q the damped inverses of B, A: flip-flop toward the least log-determinant (Bregman) divergence; kl:K, K steps |
+| shampoo:K | g_t^T B g_t | x_t^T A x_t | K such steps, each from the A and B of the one before: power iteration toward the nearest Kronecker product |
+| kl        | g_t^T P g_t | x_t^T Q x_t | the same with P, Q the damped inverses of B, A: flip-flop toward the least log-determinant divergence; kl:K |
 | mixed     | |g_t|^2     | 1           | A of shampoo, B of kfac |
 
 `sequence` takes the gradient of one sequence's loss, G_s = sum_t g_t x_t^T, and A = sum_s G_s^T G_s, B = sum_s G_s G_s^T: one step from the identity toward the
@@ -23,7 +23,9 @@ single token (sequence: a single sequence whose gradient has rank one).
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,14 +93,25 @@ class Gram:
     def __init__(self, size: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.tokens = 0
         self._sum = torch.zeros(size, size, dtype=dtype, device=device)
+        self._weights = torch.zeros(2, dtype=torch.float64, device=device)  # sums of w and w^2
 
     def add(self, Z: Tensor, weight: Tensor | None = None) -> None:
         """Add the tokens of `Z [..., size]`, each weighted by `weight [...]` (>= 0)."""
         Z = Z.detach().reshape(-1, Z.shape[-1]).to(self._sum.dtype)
         if weight is not None:
-            Z = Z * weight.reshape(-1, 1).to(Z).sqrt()
+            weight = weight.detach().reshape(-1, 1).to(Z)
+            Z = Z * weight.sqrt()
+            self._weights += torch.stack([weight.double().sum(), weight.double().square().sum()])
+        else:
+            self._weights += Z.shape[0]
         _add_lower(self._sum, Z)
         self.tokens += Z.shape[0]
+
+    @property
+    def effective(self) -> float:
+        """Effective sample size of the weights, (sum w)^2 / sum w^2: the number of tokens if all weigh the same, 1 if one outweighs all."""
+        total, squares = self._weights.tolist()
+        return total * total / squares if squares > 0 else 0.0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,6 +142,7 @@ class Step:
         weighting: The factorisation.
         before: The step before, done; None weighs by squared norms.
         with_a: Also accumulate A. The gradient pass needs it of every step but the last: there A comes later, from other inputs with the same weights.
+        limits: Largest weights of a token in A and in B (sequence: of a sequence in both), larger ones are lowered to it; None for no limit.
         device: Where sums are kept.
         dtype: Of the sums.
     """
@@ -140,12 +154,14 @@ class Step:
         before: Step | None = None,
         *,
         with_a: bool = True,
+        limits: tuple[float, float] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         m, n = shape
-        self.weighting = weighting
+        self.weighting, self.limits = weighting, limits
         self.tokens = 0
+        self._sequences = torch.zeros(2, dtype=torch.float64, device=device)
         self.B = Gram(m, device, dtype)
         self.A = Gram(n, device, dtype) if with_a or weighting.by_sequence else None
         self._metrics = None if before is None else before._metric_pair()
@@ -158,22 +174,51 @@ class Step:
             g: Output gradients `[b, T, m]`.
 
         Returns:
-            Weights a_t `[b, T]` of the tokens in A; None for `sequence`, whose A is no weighted sum.
+            Weights a_t `[b, T]` of the tokens in A, before any limit; None for `sequence`, whose A is no weighted sum.
         """
         self.tokens += x.shape[0] * x.shape[1]
+        if self.weighting.by_sequence:
+            self._add_sequences(x, g)
+            return None
+        a, b = self.weights(x, g)
+        limit_a, limit_b = self.limits or (math.inf, math.inf)
+        if self.A is not None:
+            self.A.add(x, a.clamp_max(limit_a) if self.weighting.a_by_gradient else None)
+        self.B.add(g, None if b is None else b.clamp_max(limit_b))
+        return a
+
+    def weights(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weights a_t and b_t `[b, T]` before any limit, b = None if B is not weighted; by sequence |G_s|^2 `[b]`, twice."""
         dtype = self.B.dtype
         if self.weighting.by_sequence:
-            assert self.A is not None
-            for gradient in g.to(dtype).mT @ x.to(dtype):  # one sequence after the other: [m, n] is as large as the weight
-                self.A.add(gradient)
-                self.B.add(gradient.T)
-            return None
+            size = torch.stack([gradient.square().sum() for gradient in self._gradients(x, g)])
+            return size, size
         of_x, of_g = self._metrics or (None, None)
-        a = _quadratic(g.to(dtype), of_g)
-        if self.A is not None:
-            self.A.add(x, a if self.weighting.a_by_gradient else None)
-        self.B.add(g, _quadratic(x.to(dtype), of_x) if self.weighting.b_by_input else None)
-        return a
+        return _quadratic(g.to(dtype), of_g), _quadratic(x.to(dtype), of_x) if self.weighting.b_by_input else None
+
+    @property
+    def effective(self) -> float:
+        """Effective sample size behind B: of tokens, or of sequences."""
+        if not self.weighting.by_sequence:
+            return self.B.effective
+        total, squares = self._sequences.tolist()
+        return total * total / squares if squares > 0 else 0.0
+
+    def _gradients(self, x: Tensor, g: Tensor) -> Iterator[Tensor]:
+        """G_s `[m, n]` of one sequence after the other: each is as large as the weight."""
+        for one, other in zip(g, x, strict=True):
+            yield one.to(self.B.dtype).T @ other.to(self.B.dtype)
+
+    def _add_sequences(self, x: Tensor, g: Tensor) -> None:
+        assert self.A is not None
+        for gradient in self._gradients(x, g):
+            size = gradient.square().sum()
+            if self.limits is not None:
+                kept = size.clamp_max(self.limits[0])
+                gradient, size = gradient * (kept / size.clamp_min(torch.finfo(size.dtype).tiny)).sqrt(), kept
+            self._sequences += torch.stack([size.double(), size.double().square()])
+            self.A.add(gradient)
+            self.B.add(gradient.T)
 
     @property
     def finite(self) -> bool:

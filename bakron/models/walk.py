@@ -70,6 +70,10 @@ class Walk:
             found[name] = module
         return found
 
+    def arguments(self, i: int) -> dict[str, Any]:
+        """What the model passes to block i beside the hidden states: mask, position embeddings, for one sequence."""
+        return self._arguments[i]
+
     def embed(self, ids: Tensor) -> Tensor:
         """Hidden states that enter block 0, `[N, T, d]` on the CPU, of tokens `[N, T]`."""
         first: list[Tensor] = []
