@@ -61,7 +61,7 @@ def quantize(model: str, out: str, recipe: str | None, quiet: bool, **flags: Any
 
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Hugging Face directory (also a quantized one), hub name, or GGUF file.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face directory (also a quantized one), hub name, or GGUF file.")],
     reference: Annotated[str | None, typer.Option(help="The original model, for KL divergence and agreement.")] = None,
     data: Annotated[
         str, typer.Option(help="Text: a .txt, .jsonl or .parquet file, a hub data set, or builtin (its evaluation part).")
@@ -114,8 +114,8 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
     """Give a function one option for each field of `Recipe`, with the field's own description as help, so that the two cannot drift apart."""
     panel = {name: title for title, names in GROUPS.items() for name in names}
     parameters = {
-        "model": Annotated[str, typer.Argument(help="Hugging Face directory, hub name, or GGUF file.")],
-        "out": Annotated[str, typer.Argument(help="New or empty directory.")],
+        "model": Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face directory, hub name, or GGUF file.")],
+        "out": Annotated[str, typer.Argument(metavar="OUT", help="New or empty directory.")],
     }
     options: dict[str, Any] = {
         "recipe": Annotated[str | None, typer.Option(help="YAML file with any of the settings below; flags win over it.")],
