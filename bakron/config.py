@@ -16,8 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bakron.errors import RecipeError
 
-Method = Literal["rtn", "gptq", "bakron"]
+Method = Literal["rtn", "gptq", "bakron", "yaqa", "bakron-mlp-local", "bakron-fully-local", "bakron-backprop"]
 Hessian = Literal["input", "attention-local", "value-local", "mlp-local", "fully-local", "backprop"]
+PRESETS: dict[str, dict[str, Any]] = {  # methods that are short for settings of method bakron
+    # Tseng et al. 2025 with sketch B: both factors of the original model, one step on whole sequences. Order and levels stay ours.
+    "yaqa": {"hessian": "backprop", "factor": "sequence", "inputs": "original", "damping": "mean", "damp_a": 0.01, "damp_b": 0.01},
+    # The variants of Birnick and Saab 2026; factor shampoo, theirs that usually wins.
+    "bakron-mlp-local": {"hessian": "mlp-local", "factor": "shampoo"},
+    "bakron-fully-local": {"hessian": "fully-local", "factor": "shampoo"},
+    "bakron-backprop": {"hessian": "backprop", "factor": "shampoo"},
+}
 FACTOR_FORMS = ("kfac", "shampoo", "shampoo:K", "mixed", "sequence", "kl", "kl:K")  # K = number of steps, 1 to 99
 OF_GRADIENTS = ("factors", "labels", "clip", "gate", "boundary_memory")  # fields that only a gradient pass heeds
 LOCAL_FACTORS = ("kfac", "shampoo", "mixed")  # those that local Hessians know
@@ -32,7 +40,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Recipe(BaseModel):
-    """Every choice of a quantization run; `None` means "what fits the method", and `resolve` says what that is.
+    """Every choice of a quantization run; `None` means "what fits the method", and `resolve` says what that is (a preset becomes what it is short for).
 
     Construct one with `from_dict` or `load` to have mistakes reported as `RecipeError`.
     """
@@ -42,7 +50,9 @@ class Recipe(BaseModel):
     method: Method = Field(
         "bakron",
         description="How weights are rounded: rtn = each to its nearest level; gptq = with error feedback along the inputs of a layer; "
-        "bakron = with error feedback along inputs and outputs.",
+        "bakron = with error feedback along inputs and outputs. Short for bakron with that hessian and factor shampoo: bakron-mlp-local, "
+        "bakron-fully-local, bakron-backprop; for bakron with backprop, sequence, original inputs and mean damping 0.01: yaqa. Settings given "
+        "beside one of these win over it.",
     )
     hessian: Hessian | None = Field(
         None,
@@ -183,6 +193,9 @@ class Recipe(BaseModel):
         Raises:
             RecipeError: Two fields contradict each other, or a given field would have no effect.
         """
+        if self.method in PRESETS:
+            open_ = {name: value for name, value in PRESETS[self.method].items() if getattr(self, name) is None}
+            return self.model_copy(update={"method": "bakron", **open_}).resolve()
         _refuse_idle(self)
         levels, bits = _levels(self.levels, self.bits)
         filled: dict[str, Any] = {"levels": levels, "bits": bits, "scale": self.scale or ("mse" if self.method == "rtn" else "curvature")}

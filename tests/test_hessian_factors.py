@@ -8,7 +8,8 @@ from test_hessian import SEED, SMALL, assert_near, autograd, inputs_of_blocks, t
 from tiny import KINDS, tiny_model
 
 from bakron import config
-from bakron.hessian import FACTORS, BackpropEstimator, backprop
+from bakron.errors import RecipeError
+from bakron.hessian import FACTORS, BackpropEstimator
 from bakron.hessian.factor import Step, weighting
 from bakron.models.walk import Walk as AnyWalk
 
@@ -226,5 +227,5 @@ def test_sequence_goes_with_original_inputs():
 def test_gradient_pass_of_another_factorisation_is_refused(other, tmp_path):
     walk, ids = Walk(tiny_model("llama", **SMALL), 8), tokens(1, 8, vocabulary=8)
     BackpropEstimator(walk, ids, tmp_path, factor="shampoo")
-    with pytest.raises(backprop.RecipeError, match="holds the gradients of another run: "):
+    with pytest.raises(RecipeError, match="holds the gradients of another run: "):
         BackpropEstimator(walk, ids, tmp_path, factor=other)

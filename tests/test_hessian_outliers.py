@@ -6,8 +6,8 @@ from test_hessian import SEED, SMALL, Walk, assert_near, autograd, inputs_of_blo
 from tiny import tiny_model
 
 from bakron import config
-from bakron.errors import RecipeError
-from bakron.hessian import ESTIMATORS, BackpropEstimator, InputEstimator, backprop
+from bakron.errors import ModelError, RecipeError
+from bakron.hessian import ESTIMATORS, BackpropEstimator, InputEstimator, gradients
 from bakron.hessian.factor import Gram, weighting
 from bakron.kron import Factor
 
@@ -36,7 +36,7 @@ def test_empirical_labels_are_the_next_tokens():
     model, ids = tiny_model("llama", **SMALL), tokens(3, 7, vocabulary=8)
     walk = Walk(model, 7)
     last = walk.apply(1, inputs_of_blocks(walk, ids)[1])
-    found = backprop.head_gradient(walk, last, 0, lambda *_: None, ids)
+    found = gradients.head_gradient(walk, last, 0, lambda *_: None, ids)
     hidden = last.clone().requires_grad_()
     logits = walk.logits(hidden)
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
@@ -58,7 +58,7 @@ def test_labels_are_part_of_a_stored_pass(tmp_path):
 
 def test_quantile_is_the_smallest_value_that_enough_do_not_exceed():
     values = torch.tensor([[5.0, 1.0], [3.0, 2.0]])
-    assert [backprop.quantile(values, share) for share in (0.01, 0.25, 0.26, 0.5, 0.75, 0.99)] == [1, 1, 2, 2, 3, 5]
+    assert [gradients.quantile(values, share) for share in (0.01, 0.25, 0.26, 0.5, 0.75, 0.99)] == [1, 1, 2, 2, 3, 5]
 
 
 @pytest.mark.parametrize("factor", ["shampoo", "mixed"])
@@ -197,6 +197,28 @@ def test_gate_needs_an_output_factor_and_two_sequences():
     ):
         with pytest.raises(RecipeError, match=said):
             config.from_dict({"gate": True, **recipe}).resolve()
+
+
+# --- modules that are used twice ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_two_linears_share_is_refused():
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ModelError, match=r"model.layers.1.mlp.up_proj is the same weight as model.layers.0.mlp.up_proj"):
+        Walk(model, 4)
+
+
+def test_a_linear_that_runs_twice_in_its_block_is_refused(tmp_path):
+    model, ids = tiny_model("llama"), tokens(2, 8)
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)) + mlp.down_proj(mlp.up_proj(x))
+    walk = Walk(model, 8)
+    hidden = walk.embed(ids)
+    for estimate in (InputEstimator, ESTIMATORS["mlp-local"], lambda walk: BackpropEstimator(walk, ids, tmp_path)):
+        with pytest.raises(ModelError, match=r"model.layers.1.mlp.up_proj runs twice in one pass of its block; expected each linear once"):
+            estimate(walk).block(1, hidden)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 # --- effective sample sizes and spectra --------------------------------------------------------------------------------------------------

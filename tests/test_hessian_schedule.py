@@ -11,7 +11,7 @@ from tiny import tiny_model
 
 from bakron import config, rundir
 from bakron.errors import RecipeError
-from bakron.hessian import BackpropEstimator, backprop, schedule
+from bakron.hessian import BackpropEstimator, gradients, schedule
 from bakron.hessian.factor import FACTORS
 from bakron.models.walk import Walk
 
@@ -24,7 +24,7 @@ def small_walk(blocks, length=8):
 
 
 def run(walk, ids, store, slots, factor="shampoo"):
-    passes = backprop.gradient_pass(walk, ids, store, seed=2, weighting=FACTORS[factor], slots=slots, progress=lambda *_: None)
+    passes = gradients.gradient_pass(walk, ids, store, seed=2, weighting=FACTORS[factor], slots=slots, progress=lambda *_: None)
     return passes, [rundir.read_tensors(store / f"block_{i:04d}.safetensors") for i in range(len(walk))]
 
 
@@ -131,10 +131,10 @@ def test_kept_inputs_are_all_that_stay_alive(tmp_path, monkeypatch):
 def test_estimator_chooses_what_the_memory_holds_and_counts(tmp_path):
     walk, ids = small_walk(7), tokens(2, 8, vocabulary=16)
     one = 2 * 8 * 16 * 8
-    assert backprop.boundary_bytes(walk, ids) == one
+    assert gradients.boundary_bytes(walk, ids) == one
     for memory, kept in ((7 * one, 4), (7 * one + one // 2, 4), (8 * one, 5), (11 * one, 8), (99 * one, 8), (None, 8)):
         estimator = BackpropEstimator(walk, ids, tmp_path / str(memory), boundary_memory=memory)
-        assert estimator.passes["kept"] == kept == backprop.slots_in(walk, ids, memory)
+        assert estimator.passes["kept"] == kept == gradients.slots_in(walk, ids, memory)
         assert estimator.passes["bytes"] == (kept + 3) * one
         assert estimator.passes["forward"] == schedule.forward_runs(8, kept)
     assert BackpropEstimator(walk, ids, tmp_path / "None").passes is None  # reused

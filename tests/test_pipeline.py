@@ -625,7 +625,11 @@ def test_zero_and_constant_groups(method, bits, scale, symmetric, quantize, plac
 # --- refusals leave nothing behind -------------------------------------------------------------------------------------------------------------
 
 REFUSALS = {
-    "method": (dict(method="bakrom"), RecipeError, "method is 'bakrom'; expected rtn, gptq or bakron. Perhaps bakron is meant."),
+    "method": (
+        dict(method="bakrom"),
+        RecipeError,
+        "method is 'bakrom'; expected rtn, gptq, bakron, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps bakron is meant.",
+    ),
     "group size": (
         dict(group_size=64),
         RecipeError,

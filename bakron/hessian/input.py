@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from bakron.errors import FactorError
+from bakron.errors import FactorError, ModelError
 from bakron.hessian.factor import Gram
 from bakron.kron import Factor, Kron
 from bakron.models.walk import Walk
@@ -93,6 +93,7 @@ def input_moments(
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            refuse_second_use(walk, i, name, seen)
             seen[name] = arguments[0]
 
         return hook
@@ -114,3 +115,13 @@ def input_moments(
         for handle in handles:
             handle.remove()
     return grams
+
+
+def refuse_second_use(walk: Walk, i: int, name: str, seen: Container[str]) -> None:
+    """A linear that runs twice in one pass of its block has a Hessian of both uses together, which hooks do not see.
+
+    Raises:
+        ModelError: `name` is in `seen`.
+    """
+    if name in seen:
+        raise ModelError(f"{walk.prefix(i)}.{name} runs twice in one pass of its block", "each linear once")

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from bakron.config import LOCAL_FACTORS
 from bakron.errors import RecipeError
 from bakron.hessian.factor import FACTORS, Gram, Weighting
-from bakron.hessian.input import input_factors, input_moments
+from bakron.hessian.input import input_factors, input_moments, refuse_second_use
 from bakron.kron import Factor, Kron
 from bakron.models.attention import Attention
 from bakron.models.walk import Walk
@@ -75,6 +75,7 @@ class LocalEstimator:
 
         def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
             def hook(_module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+                refuse_second_use(self.walk, i, name, seen)
                 seen[name] = (arguments[0], output)
 
             return hook

@@ -25,7 +25,7 @@ class Walk:
             in float32; on processors without matrix units for it this still selects the faster float32 kernels. "float32" forbids it.
 
     Raises:
-        ModelError: Unknown architecture, or a linear of its layout is missing or of another kind.
+        ModelError: Unknown architecture, or a linear of its layout is missing, of another kind, or shares its weight with another one.
     """
 
     def __init__(
@@ -36,8 +36,14 @@ class Walk:
         self.layout = layout_of(model.config.model_type)  # type: ignore[union-attr, arg-type]
         self.blocks: list[nn.Module] = list(model.get_submodule(self.layout.blocks))  # type: ignore[arg-type]
         self.norm, self.head = model.get_submodule(self.layout.norm), model.get_submodule(self.layout.head)
+        owners: dict[int, str] = {}
         for i in range(len(self.blocks)):
-            self.linears(i)
+            for name, linear in self.linears(i).items():
+                owner = owners.setdefault(id(linear.weight), f"{self.prefix(i)}.{name}")
+                if (
+                    owner != f"{self.prefix(i)}.{name}"
+                ):  # its Hessian is that of all its uses together, and rounding it here changes it there
+                    raise ModelError(f"{self.prefix(i)}.{name} is the same weight as {owner}", "a weight of its own for every linear")
         limit = getattr(model.config, "max_position_embeddings", None)
         if isinstance(limit, int) and length > limit:
             raise ModelError(
