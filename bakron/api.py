@@ -73,7 +73,7 @@ def quantize(
     clock = Clock()
     with clock.stage("load"):
         check_groups(models.widths(models.early_config(source)), recipe.group_size)
-        tokenizer = models.read_tokenizer(source)
+        tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
         tokens = None
         if recipe.method != "rtn":
             texts = corpus.load(recipe.data, split="calibration")
@@ -93,7 +93,7 @@ def quantize(
         estimator, temporary = _estimator(recipe, walk, ids, target, loaded, progress)
     rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(recipe))
     events = rundir.Events(target / rundir.FOLDER / "events.jsonl")
-    counts = {"quantized": 0, "scales": 0}
+    counts = {"quantized": 0, "scales": 0, "raised": 0}
     chosen: dict[str, int] = {}
 
     def keep(i: int, rounded: dict[str, Rounded]) -> None:
@@ -104,6 +104,7 @@ def quantize(
                 chosen[one.event["gate"]["chosen"]] = chosen.get(one.event["gate"]["chosen"], 0) + 1
             counts["quantized"] += one.codes.numel()
             counts["scales"] += one.grid.scale.numel()
+            counts["raised"] += one.event.get("damping_raised", False)
         if temporary is not None:
             (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)
 
@@ -115,6 +116,8 @@ def quantize(
             (temporary / "manifest.json").unlink(missing_ok=True)
             temporary.rmdir()
         stored_bits = _export(target, recipe, source, walk, tokenizer, dtype)
+    if counts["raised"]:
+        log(f"warning: damping had to be raised for {counts['raised']} linears (damping_raised in events.jsonl); more sequences would help")
     passes = getattr(estimator, "passes", None)
     summary = _summary(recipe, str(model), tokens, loaded, counts, stored_bits, dtype, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
@@ -172,6 +175,7 @@ def evaluate(
     tokens = corpus.windows(corpus.load(data, split="evaluation"), tokenizer, length=length, sequences=sequences, seed=None)
     log(f"evaluation: {tokens.describe()}")
     loaded = models.read(source, torch.float32)
+    models.check_length(loaded, length)
     base = None if original is None else models.read(original, torch.float32)
     return evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
 
@@ -323,6 +327,7 @@ def _summary(
             "quantized_percent": round(100 * counts["quantized"] / parameters, 2),
             "kept_percent": round(100 - 100 * counts["quantized"] / parameters, 2),
         },
+        "damping_raised": counts["raised"],
         "peak_memory_bytes": peak_memory(),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

@@ -133,8 +133,9 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
     """
     start = time.perf_counter()
     W = linear.weight.detach().float().cpu()
+    raised = False
     if kron is not None:
-        kron = damped(kron if recipe.method == "bakron" else Kron(kron.A), recipe, name)
+        kron, raised = damped(kron if recipe.method == "bakron" else Kron(kron.A), recipe, name)
     factored = time.perf_counter()
     grid = UniformGrid.fit(W, recipe.levels, recipe.group_size, recipe.scale or "mse", recipe.symmetric, kron, dtype=dtype)
     fitted = time.perf_counter()
@@ -146,7 +147,7 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
     else:
         solution = solve(W, kron, grid)
         codes, values = solution.codes, solution.values
-        event |= _describe(solution, kron, W)
+        event |= _describe(solution, kron, W) | {"damping_raised": raised}
         seconds = {"factor": factored - start, "fit": fitted - factored, "sweep": solution.seconds}
     event["seconds"] = {key: round(value, 6) for key, value in seconds.items()}
     linear.weight.copy_(values) if not linear.weight.requires_grad else linear.weight.data.copy_(values)
@@ -187,8 +188,11 @@ def round_best(
     return best
 
 
-def damped(kron: Kron, recipe: Recipe, name: str) -> Kron:
+def damped(kron: Kron, recipe: Recipe, name: str) -> tuple[Kron, bool]:
     """Damp and factor; where a factor is not positive definite, raise its damping geometrically up to a cap.
+
+    Returns:
+        The damped Kron, and whether its damping had to be raised above the recipe's.
 
     Raises:
         FactorError: It is still indefinite at the cap.
@@ -198,7 +202,7 @@ def damped(kron: Kron, recipe: Recipe, name: str) -> Kron:
         result = kron.damp(a, b, rule)
         try:
             result.factor()
-            return result
+            return result, attempt > 0
         except FactorError as error:
             failed = "a" if result.A._unit is None else "b"
             if error.damping is None or attempt == RETRIES or (a if failed == "a" else b) >= LARGEST_DAMPING:
@@ -210,7 +214,8 @@ def damped(kron: Kron, recipe: Recipe, name: str) -> Kron:
 
 def _describe(solution: Solution, kron: Kron, W: Tensor) -> dict[str, Any]:
     """What events.jsonl tells of a solve."""
-    whole = kron.loss(W)
+    right = W @ kron.A.H.to(W)
+    whole = float((right * (W if kron.B is None else kron.B.H.to(W) @ W)).sum())  # float32 will do: it is for reading
     return {
         "solver": solution.method,
         "damping": {side: [list(pair) for pair in pairs] for side, pairs in solution.damping.items()},

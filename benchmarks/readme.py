@@ -32,7 +32,9 @@ def tables() -> dict[str, str]:
 def filled(text: str) -> str:
     """The README with its tables as the results have them."""
     for marker, table in tables().items():
-        text = re.sub(rf"<!-- {marker} -->\n.*?<!-- /{marker} -->", f"<!-- {marker} -->\n{table}\n<!-- /{marker} -->", text, flags=re.DOTALL)
+        text = re.sub(
+            rf"<!-- {marker} -->\n.*?<!-- /{marker} -->", f"<!-- {marker} -->\n{table}\n<!-- /{marker} -->", text, flags=re.DOTALL
+        )
     return text
 
 

@@ -153,3 +153,10 @@ def test_unknown_device(tmp_path, text):
     with pytest.raises(RecipeError) as caught:
         bakron.evaluate(save_tiny(tmp_path / "model", "llama"), data=text, device="gpu")
     assert str(caught.value).startswith("device 'gpu': ") and "such as cpu or cuda" in str(caught.value)
+
+
+def test_windows_longer_than_the_model_was_made_for_are_refused(tmp_path):
+    save_tiny(tmp_path / "model", "llama")
+    (tmp_path / "text.txt").write_text("some words to fill a window with " * 40)
+    with pytest.raises(ModelError, match="at most 128, the model's max_position_embeddings"):
+        bakron.evaluate(tmp_path / "model", data=str(tmp_path / "text.txt"), length=256)

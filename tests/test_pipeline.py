@@ -506,7 +506,8 @@ def test_damping_of_a_factor_from_few_tokens_is_raised_and_recorded(method, damp
         for side in ("a", "b") if method == "bakron" else ("a",):
             ((amount, rule),) = event["damping"][side]
             assert rule == damping and amount in (1e-4, 1e-3, 1e-2)
-        assert math.isfinite(event["loss"])
+        assert math.isfinite(event["loss"]) and event["damping_raised"] is True
+    assert summary["damping_raised"] == len(run.events) and "damping had to be raised for 14 linears" in log[-1]
     assert run.recipe["damp_a"] == 0.0
     for name in NAMES:
         assert bool(torch.isfinite(run.values(name)).all())
@@ -515,6 +516,7 @@ def test_damping_of_a_factor_from_few_tokens_is_raised_and_recorded(method, damp
 def test_damping_that_suffices_is_left_alone(quantize):
     run = quantize(damp_a=0.02, damp_b=0.03)
     assert {json.dumps(event["damping"]) for event in run.events} == {'{"a": [[0.02, "diagonal"]], "b": [[0.03, "diagonal"]]}'}
+    assert run.summary["damping_raised"] == 0 and not any(event["damping_raised"] for event in run.events)
 
 
 def test_factor_that_no_damping_cures_is_refused_by_name():
@@ -534,9 +536,9 @@ def test_one_side_is_raised_alone():
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     thin = x.T @ x
     recipe = config.from_dict({"method": "bakron", "damp_a": 0.0, "damp_b": 0.5}).resolve()
-    assert pipeline.damped(Kron(thin, torch.eye(5)), recipe, "p").damping == {"a": ((1e-4, "diagonal"),), "b": ((0.5, "diagonal"),)}
+    assert pipeline.damped(Kron(thin, torch.eye(5)), recipe, "p")[0].damping == {"a": ((1e-4, "diagonal"),), "b": ((0.5, "diagonal"),)}
     recipe = config.from_dict({"method": "bakron", "damp_a": 0.5, "damp_b": 0.0}).resolve()
-    assert pipeline.damped(Kron(torch.eye(5), thin), recipe, "p").damping == {"a": ((0.5, "diagonal"),), "b": ((1e-4, "diagonal"),)}
+    assert pipeline.damped(Kron(torch.eye(5), thin), recipe, "p")[0].damping == {"a": ((0.5, "diagonal"),), "b": ((1e-4, "diagonal"),)}
 
 
 def overflow(model):
@@ -707,3 +709,18 @@ def test_output_that_is_there_already(place, tmp_path):
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["precious"]
     (tmp_path / "empty").mkdir()
     bakron.quantize(place / "model", tmp_path / "empty", method="rtn", group_size=32)
+
+
+def test_rtn_needs_no_tokenizer(tmp_path, quantize):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    assert (quantize(tmp_path / "model", method="rtn").out / "model.safetensors").is_file()
+    with pytest.raises(ModelError, match="no tokenizer"):
+        quantize(tmp_path / "model", method="gptq")
+    assert not (tmp_path / "out1").exists()
+
+
+def test_a_damaged_manifest_of_gradients_is_named(tmp_path, quantize):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "manifest.json").write_text("{")
+    with pytest.raises(RecipeError, match=r"manifest\.json is damaged"):
+        quantize(factors=str(tmp_path / "store"))

@@ -35,7 +35,7 @@ class Linear:
 def write_checkpoint(
     out: Path,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     source: Path | None,
     dtype: torch.dtype,
     linears: Mapping[str, Callable[[], Linear]],
@@ -47,7 +47,7 @@ def write_checkpoint(
     Args:
         out: Existing directory.
         model: Supplies everything that is not quantized.
-        tokenizer: Saved when `source` has no files of its own to copy.
+        tokenizer: Saved when `source` has no files of its own to copy; None if the model has none.
         source: Directory whose tokenizer and generation config files are copied verbatim, or None.
         dtype: Of everything that is not quantized.
         linears: By module name, something that fetches the codes when their turn comes.
@@ -75,12 +75,12 @@ def write_checkpoint(
     config.save_pretrained(out)
 
 
-def _write_companions(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> None:
+def _write_companions(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: Path | None) -> None:
     copied = {path.name for pattern in VERBATIM for path in (source.glob(pattern) if source else ()) if path.is_file()}
     for name in sorted(copied):
         assert source is not None
         shutil.copyfile(source / name, out / name)
-    if not any(name.startswith("tokenizer") for name in copied):
+    if tokenizer is not None and not any(name.startswith("tokenizer") for name in copied):
         tokenizer.save_pretrained(out)
     if "generation_config.json" not in copied and model.generation_config is not None:
         # not save_pretrained, which refuses to write a generation config that contradicts itself, after all the work is done

@@ -174,7 +174,12 @@ def _complete(store: Path, key: dict[str, object]) -> bool:
     manifest = store / MANIFEST
     if not manifest.is_file():
         return False
-    found = json.loads(manifest.read_text("utf-8"))
+    try:
+        found = dict(json.loads(manifest.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise RecipeError(
+            f"{manifest} is damaged: {error}", "a manifest as a finished gradient pass leaves it", "Remove that directory"
+        ) from error
     if found != key:
         differing = [f"{name} ({found.get(name)} there, {key[name]} here)" for name in key if found.get(name) != key[name]]
         raise RecipeError(

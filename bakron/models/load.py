@@ -17,6 +17,7 @@ from bakron.models.layout import layout_of
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -240,11 +241,11 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The model's tokenizer.
+def read_tokenizer(source: Source, *, required: bool = True) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer, or None where there is none and it is not required.
 
     Raises:
-        ModelError: There is none.
+        ModelError: There is none, and it is required.
     """
     from transformers import AutoTokenizer
 
@@ -254,6 +255,8 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         try:
             return AutoTokenizer.from_pretrained(_where(source), **({"gguf_file": source.gguf} if source.gguf else {}))
         except (OSError, ValueError, KeyError) as error:
+            if not required:
+                return None
             raise ModelError(
                 f"no tokenizer can be loaded from {source.name}: {_first_line(error)}", "a tokenizer beside the model"
             ) from error
@@ -265,6 +268,17 @@ def stored_dtype(source: Source, model: PreTrainedModel) -> str:
         return "bfloat16"
     config = source.config or model.config.to_dict()
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
+def check_length(model: nn.Module, length: int) -> None:
+    """Refuse sequences that are longer than the model was made for.
+
+    Raises:
+        ModelError: They are.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(limit, int) and length > limit:
+        raise ModelError(f"sequences of {length} tokens", f"at most {limit}, the model's max_position_embeddings", "Use a smaller length")
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bakron.errors import ModelError
 from bakron.models.layout import layout_of
+from bakron.models.load import check_length
 
 
 class Walk:
@@ -39,16 +40,11 @@ class Walk:
         owners: dict[int, str] = {}
         for i in range(len(self.blocks)):
             for name, linear in self.linears(i).items():
-                owner = owners.setdefault(id(linear.weight), f"{self.prefix(i)}.{name}")
-                if (
-                    owner != f"{self.prefix(i)}.{name}"
-                ):  # its Hessian is that of all its uses together, and rounding it here changes it there
-                    raise ModelError(f"{self.prefix(i)}.{name} is the same weight as {owner}", "a weight of its own for every linear")
-        limit = getattr(model.config, "max_position_embeddings", None)
-        if isinstance(limit, int) and length > limit:
-            raise ModelError(
-                f"sequences of {length} tokens", f"at most {limit}, the model's max_position_embeddings", "Use a smaller length"
-            )
+                whole = f"{self.prefix(i)}.{name}"
+                owner = owners.setdefault(id(linear.weight), whole)
+                if owner != whole:  # its Hessian is that of all its uses together, and rounding it here changes it there
+                    raise ModelError(f"{whole} is the same weight as {owner}", "a weight of its own for every linear")
+        check_length(model, length)
         self._arguments = self._record_arguments()
 
     def __len__(self) -> int:
