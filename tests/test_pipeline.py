@@ -260,6 +260,7 @@ NO_EFFECT_ON_CODES = {
     "precision",
     "boundary_memory",
     "diagnostics",
+    "gate",
 }  # tested by themselves, or need another machine
 
 

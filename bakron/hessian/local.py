@@ -204,7 +204,7 @@ class Gated:
         self.grams: dict[str, Gram] = {}
         self._act = walk.blocks[i].get_submodule("mlp").act_fn
         self._W = linears[DOWN].weight.detach()
-        self._diagonal = self._W.square().sum(0).to(walk.device)
+        self._diagonal = self._W.to(walk.device, dtype).square().sum(0)
         self._moments = {name: Gram(linears[name].out_features, walk.device, dtype) for name in (UP, GATE)}
 
     def add(self, rows: slice, seen: Seen) -> None:
@@ -221,8 +221,9 @@ class Gated:
 
     def output_factors(self) -> dict[str, Tensor]:
         """B per linear, `[m, m]`: Schur products, so positive semi-definite."""
-        M = self._W.T @ self._W
-        return {name: gram.value() * M.to("cpu", gram.dtype) for name, gram in self._moments.items()}
+        W = self._W.to(self._diagonal)
+        M = (W.T @ W).cpu()
+        return {name: gram.value() * M for name, gram in self._moments.items()}
 
 
 PARTS: dict[str, Callable[[Walk, int, Tensor, Weighting, int], Scores | Values | Gated]] = {
