@@ -94,18 +94,23 @@ def quantize(
     rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(recipe))
     events = rundir.Events(target / rundir.FOLDER / "events.jsonl")
     counts = {"quantized": 0, "scales": 0, "raised": 0}
+    chosen: dict[str, int] = {}
 
     def keep(i: int, rounded: dict[str, Rounded]) -> None:
         rundir.write_tensors(rundir.codes_file(target, i), _stored(rounded))
         for one in rounded.values():
             events.write(one.event)
+            if "gate" in one.event:
+                chosen[one.event["gate"]["chosen"]] = chosen.get(one.event["gate"]["chosen"], 0) + 1
             counts["quantized"] += one.codes.numel()
             counts["scales"] += one.grid.scale.numel()
             counts["raised"] += one.event.get("damping_raised", False)
         if temporary is not None:
             (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)
 
-    run(walk, recipe, dtype=dtype, clock=clock, ids=ids, estimator=estimator, keep=keep, progress=progress)
+    held = _held(recipe, ids)
+    used = None if ids is None else ids[: len(ids) - held]
+    run(walk, recipe, dtype=dtype, clock=clock, ids=used, estimator=estimator, keep=keep, progress=progress)
     with clock.stage("write"):
         if temporary is not None:
             (temporary / "manifest.json").unlink(missing_ok=True)
@@ -113,7 +118,11 @@ def quantize(
         stored_bits = _export(target, recipe, source, walk, tokenizer, dtype)
     if counts["raised"]:
         log(f"warning: damping had to be raised for {counts['raised']} linears (damping_raised in events.jsonl); more sequences would help")
-    summary = _summary(recipe, str(model), tokens, loaded, counts, stored_bits, dtype, clock, time.perf_counter() - start)
+    passes = getattr(estimator, "passes", None)
+    summary = _summary(recipe, str(model), tokens, loaded, counts, stored_bits, dtype, clock, time.perf_counter() - start) | {
+        "gradient_pass": passes,
+        "gate": {"held_out_sequences": held, "chosen": chosen} if held else None,
+    }
     rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
     rundir.write_text(target / "README.md", model_card(summary))
     return summary
@@ -199,17 +208,45 @@ def _estimator(
     recipe: Recipe, walk: Walk, ids: torch.Tensor | None, target: Path, model: Any, progress: Progress
 ) -> tuple[Estimator | None, Path | None]:
     """The recipe's estimator, and the directory of the gradient pass if it is to be removed afterwards."""
-    from bakron.hessian import BackpropEstimator, InputEstimator
+    from bakron.hessian import ESTIMATORS
 
     if recipe.method == "rtn" or ids is None:
         return None, None
+    estimate = ESTIMATORS[recipe.hessian or "backprop"]
+    skip = int(recipe.skip_first)
     if recipe.hessian == "input":
-        return InputEstimator(walk), None
+        return estimate(walk, skip=skip), None
+    if recipe.hessian != "backprop":
+        return estimate(walk, factor=recipe.factor, skip=skip), None
     store = Path(recipe.factors).expanduser() if recipe.factors else target / rundir.FOLDER / "gradients"
-    estimator = BackpropEstimator(
-        walk, ids, store, factor=recipe.factor or "mixed", seed=recipe.seed, fingerprint=models.fingerprint(model), progress=progress
+    estimator = estimate(
+        walk,
+        ids,
+        store,
+        factor=recipe.factor or "mixed",
+        seed=recipe.seed,
+        fingerprint=models.fingerprint(model),
+        labels=recipe.labels or "sampled",
+        clip=recipe.clip,
+        skip=skip,
+        held=_held(recipe, ids),
+        boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
+        progress=progress,
     )
     return estimator, None if recipe.factors else store
+
+
+def _held(recipe: Recipe, ids: torch.Tensor | None) -> int:
+    """Sequences that the gate keeps out of the factors.
+
+    Raises:
+        RecipeError: There is only one.
+    """
+    if not recipe.gate or ids is None:
+        return 0
+    if len(ids) < 2:
+        raise RecipeError("gate with a text of one sequence, which it would hold out", "at least 2 sequences", "Use a longer text")
+    return max(1, len(ids) // 8)
 
 
 def _stored(rounded: dict[str, Rounded]) -> dict[str, torch.Tensor]:

@@ -25,9 +25,9 @@ app = typer.Typer(
 )
 GROUPS = {
     "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "dtype"),
-    "How to round": ("method", "hessian", "factor", "damping", "damp_a", "damp_b", "inputs"),
+    "How to round": ("method", "hessian", "factor", "labels", "clip", "skip_first", "damping", "damp_a", "damp_b", "inputs", "gate"),
     "Calibration": ("data", "sequences", "length", "seed"),
-    "Machine": ("device", "batch", "precision", "factors"),
+    "Machine": ("device", "batch", "precision", "boundary_memory", "factors", "diagnostics"),
 }
 
 
@@ -127,15 +127,17 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
             else field.annotation
         )
         choices = get_args(kind) if get_origin(kind) is Literal else ()
+        extra = field.json_schema_extra
+        forms = choices or (extra["forms"] if isinstance(extra, dict) and "forms" in extra else ())
         flag = "--" + name.replace("_", "-")
         declared = (flag + "/--asymmetric",) if name == "symmetric" else (flag,)
-        default = "" if field.default is None or name == "symmetric" else f" [default: {field.default}]"
+        default = "" if field.default is None or isinstance(field.default, bool) else f" [default: {field.default}]"
         options[name] = Annotated[
             (str if choices else kind) | None,  # type: ignore[operator]
             typer.Option(
                 *declared,
                 help=(field.description or "") + default,
-                metavar="|".join(choices) if choices else None,
+                metavar="|".join(forms) if forms else None,
                 rich_help_panel=panel[name],
                 show_default=False,
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -15,9 +16,21 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bakron.errors import RecipeError
 
-Method = Literal["rtn", "gptq", "bakron"]
-Hessian = Literal["input", "backprop"]
-FactorName = Literal["kfac", "shampoo", "mixed"]
+Method = Literal["rtn", "gptq", "bakron", "yaqa", "bakron-mlp-local", "bakron-fully-local", "bakron-backprop"]
+Hessian = Literal["input", "attention-local", "value-local", "mlp-local", "fully-local", "backprop"]
+PRESETS: dict[str, dict[str, Any]] = {  # methods that are short for settings of method bakron
+    # Tseng et al. 2025 with sketch B: both factors of the original model, one step on whole sequences. Order and levels stay ours.
+    "yaqa": {"hessian": "backprop", "factor": "sequence", "inputs": "original", "damping": "mean", "damp_a": 0.01, "damp_b": 0.01},
+    # The variants of Birnick and Saab 2026; factor shampoo, theirs that usually wins.
+    "bakron-mlp-local": {"hessian": "mlp-local", "factor": "shampoo"},
+    "bakron-fully-local": {"hessian": "fully-local", "factor": "shampoo"},
+    "bakron-backprop": {"hessian": "backprop", "factor": "shampoo"},
+}
+FACTOR_FORMS = ("kfac", "shampoo", "shampoo:K", "mixed", "sequence", "kl", "kl:K")  # K = number of steps, 1 to 99
+OF_GRADIENTS = ("factors", "labels", "clip", "gate", "boundary_memory")  # fields that only a gradient pass heeds
+LOCAL_FACTORS = ("kfac", "shampoo", "mixed")  # those that local Hessians know
+FACTOR_PATTERN = re.compile(r"kfac|mixed|sequence|(shampoo|kl)(:[1-9]\d?)?")
+Labels = Literal["sampled", "empirical"]
 Scale = Literal["absmax", "mse", "curvature"]
 Damping = Literal["diagonal", "mean"]
 Inputs = Literal["quantized", "original"]
@@ -27,7 +40,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Recipe(BaseModel):
-    """Every choice of a quantization run; `None` means "what fits the method", and `resolve` says what that is.
+    """Every choice of a quantization run; `None` means "what fits the method", and `resolve` says what that is (a preset becomes what it is short for).
 
     Construct one with `from_dict` or `load` to have mistakes reported as `RecipeError`.
     """
@@ -37,17 +50,38 @@ class Recipe(BaseModel):
     method: Method = Field(
         "bakron",
         description="How weights are rounded: rtn = each to its nearest level; gptq = with error feedback along the inputs of a layer; "
-        "bakron = with error feedback along inputs and outputs.",
+        "bakron = with error feedback along inputs and outputs. Short for bakron with that hessian and factor shampoo: bakron-mlp-local, "
+        "bakron-fully-local, bakron-backprop; for bakron with backprop, sequence, original inputs and mean damping 0.01: yaqa. Settings given "
+        "beside one of these win over it.",
     )
     hessian: Hessian | None = Field(
         None,
-        description="What measures the harm of an error: input = the inputs of each layer alone; backprop = gradients of the whole model's "
-        "loss. Default: input for gptq, backprop for bakron.",
+        description="What measures the harm of an error: input = the inputs of each layer alone; attention-local = attention scores, for q and "
+        "k; value-local = attention output, for v; mlp-local = MLP output, for up and gate; fully-local = these together (other layers: "
+        "input); backprop = gradients of the whole model's loss. Default: input for gptq, backprop for bakron.",
     )
-    factor: FactorName | None = Field(
+    factor: str | None = Field(
         None,
         description="How gradients become a factor for the inputs (A) and one for the outputs (B): kfac = separate averages; shampoo = "
-        "each weighted by the other side; mixed = A of shampoo, B of kfac (default). Only with backprop.",
+        "each weighted by the other side, shampoo:K = K times over; mixed = A of shampoo, B of kfac (default); sequence = of whole "
+        "sequences' gradients (implies inputs original); kl = weighted by the other side's inverse, kl:K = K times over (3). Local Hessians "
+        "know kfac, shampoo and mixed; input has no use for it.",
+        json_schema_extra={"forms": list(FACTOR_FORMS)},
+    )
+    labels: Labels | None = Field(
+        None,
+        description="Whose next tokens give the gradients: sampled = the model's own predictions, which measures divergence from the model "
+        "(default); empirical = the text's. Only with backprop.",
+    )
+    clip: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Quantile, such as 0.99, to which larger weights of tokens in A and in B (sequence: of sequences) are lowered. Default: "
+        "none. Only with backprop, and not with kfac, which weighs all tokens alike.",
+    )
+    skip_first: bool = Field(
+        False, description="Leave the first token of each sequence, often an attention sink, out of A and B. Default: it counts."
     )
     levels: int | None = Field(
         None, ge=2, le=256, description="Number of values that a weight can take within its group, for example 7. Give this or bits."
@@ -105,11 +139,41 @@ class Recipe(BaseModel):
         description="Products of forward and backward passes and Hessian sums: bfloat16 = may round their inputs to bfloat16 where the "
         "processor is faster at it, sums stay float32; float32 = never. The solver always computes in float32 or better.",
     )
+    gate: bool = Field(
+        False,
+        description="Keep an eighth of the sequences out of the Hessians, round each layer with A and B, with A alone and with an unweighted A, "
+        "and keep what does least harm on the gradients held out. Three solves instead of one; bakron with backprop only.",
+    )
+    diagnostics: bool = Field(
+        False,
+        description="Also record, per layer, how much of each factor's trace lies in the largest tenth of its eigenvalues. Costs an "
+        "eigenvalue problem a factor.",
+    )
+    boundary_memory: str | None = Field(
+        None,
+        description="Memory for what is kept between blocks during the gradient pass, such as 800MB or 4GB. Less means more forward passes and "
+        "the same result. Default: as much as one input per block takes. Only with backprop.",
+    )
     factors: str | None = Field(
         None,
         description="Directory that keeps the gradient pass, so that later runs with the same model, data and seed reuse it. Only with "
         "backprop.",
     )
+
+    @field_validator("factor")
+    @classmethod
+    def _factor(cls, value: str | None) -> str | None:
+        if value is not None and not FACTOR_PATTERN.fullmatch(value):
+            raise ValueError("no factorisation")
+        return value
+
+    @field_validator("boundary_memory", mode="before")
+    @classmethod
+    def _boundary_memory(cls, value: object) -> str | None:
+        if value is None:
+            return None
+        size_in_bytes(str(value))
+        return str(value)
 
     @field_validator("group_size")
     @classmethod
@@ -129,6 +193,9 @@ class Recipe(BaseModel):
         Raises:
             RecipeError: Two fields contradict each other, or a given field would have no effect.
         """
+        if self.method in PRESETS:
+            open_ = {name: value for name, value in PRESETS[self.method].items() if getattr(self, name) is None}
+            return self.model_copy(update={"method": "bakron", **open_}).resolve()
         _refuse_idle(self)
         levels, bits = _levels(self.levels, self.bits)
         filled: dict[str, Any] = {"levels": levels, "bits": bits, "scale": self.scale or ("mse" if self.method == "rtn" else "curvature")}
@@ -136,12 +203,27 @@ class Recipe(BaseModel):
             filled["hessian"] = self.hessian or ("input" if self.method == "gptq" else "backprop")
             filled["damping"] = self.damping or "diagonal"
             filled["damp_a"] = 0.1 if self.damp_a is None else self.damp_a
-            filled["inputs"] = self.inputs or "quantized"
-            if filled["hessian"] == "backprop":
+            if filled["hessian"] != "input":
                 filled["factor"] = self.factor or "mixed"
+            if filled["hessian"] == "backprop":
+                filled["labels"] = self.labels or "sampled"
+            filled["inputs"] = self.inputs or ("original" if self.factor == "sequence" else "quantized")
         if self.method == "bakron":
             filled["damp_b"] = 1.0 if self.damp_b is None else self.damp_b
         return self.model_copy(update=filled)
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes of a size such as "800MB", "4GB", "1.5GiB" or "4096".
+
+    Raises:
+        ValueError: It is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
+    if not found or (found[3] and not found[2]):
+        raise ValueError(f"{text!r} is no size")
+    power = " kmgt".index(found[2].lower() or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def _levels(levels: int | None, bits: int | None) -> tuple[int, int | None]:
@@ -154,7 +236,9 @@ def _levels(levels: int | None, bits: int | None) -> tuple[int, int | None]:
 def _refuse_idle(recipe: Recipe) -> None:
     method = recipe.method
     given = [
-        name for name in ("hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "factors") if getattr(recipe, name) is not None
+        name
+        for name in ("hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "diagnostics", "skip_first", *OF_GRADIENTS)
+        if getattr(recipe, name) is not None and getattr(recipe, name) is not False
     ]
     if method == "rtn" and given:
         raise RecipeError(
@@ -169,12 +253,32 @@ def _refuse_idle(recipe: Recipe) -> None:
             "hessian backprop",
             do="For GPTQ choose method gptq",
         )
-    backprop = recipe.hessian == "backprop" or (recipe.hessian is None and method == "bakron")
-    if not backprop and (idle := [name for name in ("factor", "factors") if name in given]):
+    hessian = recipe.hessian or ("backprop" if method == "bakron" else "input")
+    useless = {"input": ("factor", *OF_GRADIENTS), "backprop": ()}.get(hessian, OF_GRADIENTS)
+    if idle := [name for name in useless if name in given]:
         raise RecipeError(
-            f"{_and(idle)} would do nothing with hessian input, which takes no gradients",
+            f"{_and(idle)} would do nothing with hessian {hessian}, which takes no gradients",
             do=f"Drop {_and(idle)}, or choose hessian backprop",
         )
+    if hessian.endswith("-local") and recipe.factor not in (None, *LOCAL_FACTORS):
+        raise RecipeError(
+            f"factor {recipe.factor} with hessian {hessian}",
+            f"{', '.join(LOCAL_FACTORS[:-1])} or {LOCAL_FACTORS[-1]}",
+            "For other factorisations choose hessian backprop",
+        )
+    if recipe.clip is not None and recipe.factor == "kfac":
+        raise RecipeError("clip would do nothing with factor kfac, which weighs all tokens alike", do="Drop clip, or choose another factor")
+    if recipe.factor == "sequence" and recipe.inputs == "quantized":
+        raise RecipeError(
+            "inputs is quantized, but factor sequence takes inputs and gradients together, both of the original model",
+            "inputs original",
+        )
+    if recipe.gate and method == "gptq":
+        raise RecipeError(
+            "gate would do nothing with method gptq, which has no output factor to choose", do="Drop gate, or choose method bakron"
+        )
+    if recipe.gate and recipe.sequences < 2:
+        raise RecipeError(f"gate with {recipe.sequences} sequence, one of which it would hold out", "at least 2 sequences")
     if method == "gptq" and "damp_b" in given:
         raise RecipeError(
             "damp_b would do nothing with method gptq, whose output factor is the identity", do="Drop damp_b, or choose method bakron"
@@ -198,6 +302,10 @@ def allowed(name: str) -> str:
     """
     if name == "group_size":
         return "a whole number of at least 1, or -1 for one scale per row"
+    if name == "factor":
+        return f"{', '.join(FACTOR_FORMS[:-1])} or {FACTOR_FORMS[-1]} (K = 1 to 99 steps)"
+    if name == "boundary_memory":
+        return "a size such as 800MB or 4GB"
     field = Recipe.model_fields[name]
     kind = field.annotation
     if get_origin(kind) in (UnionType, Union):
@@ -205,6 +313,8 @@ def allowed(name: str) -> str:
     if get_origin(kind) is Literal:
         return " or ".join([", ".join(get_args(kind)[:-1]), get_args(kind)[-1]])
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text that is not empty"}[kind]  # type: ignore[index]
+    if name == "clip":
+        return "a number between 0 and 1"
     low = next((part.ge for part in field.metadata if hasattr(part, "ge")), None)
     high = next((part.le for part in field.metadata if hasattr(part, "le")), None)
     if low is None:

@@ -96,6 +96,11 @@ class Factor:
         return self.H.double() @ E.double()
 
     @property
+    def factored(self) -> bool:
+        """Whether the reverse Cholesky factor exists already."""
+        return self._unit is not None
+
+    @property
     def unit(self) -> Tensor:
         """Unit lower triangular N of `H = N^T diag(d) N`, `[k, k]` float64."""
         self._factorise()
@@ -158,6 +163,11 @@ class Factor:
     def rho(self) -> float:
         """`tr(D) / tr(H)` in (0, 1]: how much of the trace is left in the pivots. 1 = diagonal, nothing for feedback to gain."""
         return float(self.pivots.sum() / self.H.double().diagonal().sum().clamp_min(torch.finfo(torch.float64).tiny))
+
+    def top_share(self, share: float) -> float:
+        """Share of the trace in the largest `share` of the eigenvalues (rounded up to a whole number of them; one symmetric eigenvalue problem)."""
+        values = torch.linalg.eigvalsh(self.H).clamp_min(0).double()
+        return float(values[-math.ceil(share * self.size) :].sum() / values.sum().clamp_min(torch.finfo(torch.float64).tiny))
 
     def smallest_damping(self) -> float:
         """The smallest `amount` for rule "mean" that makes H safely positive definite (one symmetric eigenvalue problem)."""

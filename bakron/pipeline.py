@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from bakron.config import Recipe
 from bakron.errors import FactorError
 from bakron.grids import UniformGrid, check_groups
-from bakron.hessian import Estimator
+from bakron.hessian import BackpropEstimator, Estimator, Heldout
 from bakron.kron import Kron
 from bakron.models.walk import Walk
 from bakron.solver import Solution, solve
@@ -81,17 +82,31 @@ def run(
         hidden = walk.embed(ids) if ids is not None else None
     for i in range(len(walk)):
         krons: dict[str, Kron] = {}
+        gate: Heldout | None = None
         if estimator is not None and hidden is not None:
             with clock.stage("hessian"):
                 krons = estimator.block(i, hidden)
+                gate = estimator.heldout(i) if recipe.gate and isinstance(estimator, BackpropEstimator) else None
+                spectra = {name: _spectrum(kron) for name, kron in krons.items()} if recipe.diagnostics else {}
         if hidden is not None and recipe.inputs == "original" and i + 1 < len(walk):
             with clock.stage("calibrate"):
                 hidden = walk.apply(i, hidden)
         with clock.stage("solve"):
             rounded = {}
             for name, linear in walk.linears(i).items():
-                rounded[name] = round_linear(linear, krons.pop(name, None), recipe, dtype, f"{walk.prefix(i)}.{name}")
+                whole, kron = f"{walk.prefix(i)}.{name}", krons.pop(name, None)
+                if gate is None or kron is None:
+                    rounded[name] = round_linear(linear, kron, recipe, dtype, whole)
+                else:
+                    candidates = {"two-sided": kron, "one-sided": Kron(kron.A)}
+                    if name in estimator.unweighted:
+                        candidates["unweighted"] = Kron(estimator.unweighted[name])
+                    rounded[name] = round_best(linear, candidates, recipe, dtype, whole, partial(gate.error, name))
                 rounded[name].event.update(block=i, tokens=0 if estimator is None else estimator.tokens[name])
+                if estimator is not None:
+                    rounded[name].event["effective_tokens"] = {side: round(n, 1) for side, n in estimator.effective[name].items()}
+                if recipe.diagnostics:
+                    rounded[name].event["top_decile"] = spectra[name]
         with clock.stage("write"):
             keep(i, rounded)
         if hidden is not None and recipe.inputs == "quantized" and i + 1 < len(walk):
@@ -139,6 +154,40 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
     return Rounded(values, codes, grid, event)
 
 
+def round_best(
+    linear: nn.Linear, candidates: dict[str, Kron], recipe: Recipe, dtype: torch.dtype, name: str, error: Callable[[Tensor], float]
+) -> Rounded:
+    """Round one linear with each of several Hessians, keep the result that does least harm on tokens held out.
+
+    Args:
+        linear: Its weight `[m, n]` is replaced by the best rounded one.
+        candidates: Undamped Hessians by name.
+        recipe: Resolved.
+        dtype: In which scales are stored.
+        name: Of the linear in the checkpoint, for messages.
+        error: Harm of an error `[m, n]`.
+
+    Returns:
+        The best; its event tells the errors of all as `gate`, and the seconds of all together.
+
+    Raises:
+        FactorError: A factor stays indefinite at the largest damping.
+    """
+    W = linear.weight.detach().clone()
+    results, errors = {}, {}
+    for candidate, kron in candidates.items():
+        linear.weight.data.copy_(W)
+        results[candidate] = round_linear(linear, kron, recipe, dtype, name)
+        errors[candidate] = error(results[candidate].values - W.float().cpu())
+    chosen = min(errors, key=lambda candidate: errors[candidate])
+    best = results[chosen]
+    linear.weight.data.copy_(best.values)
+    seconds = [result.event["seconds"] for result in results.values()]
+    best.event["seconds"] = {key: round(sum(one[key] for one in seconds), 6) for key in seconds[0]}
+    best.event["gate"] = {"chosen": chosen, "errors": errors}
+    return best
+
+
 def damped(kron: Kron, recipe: Recipe, name: str) -> tuple[Kron, bool]:
     """Damp and factor; where a factor is not positive definite, raise its damping geometrically up to a cap.
 
@@ -155,7 +204,7 @@ def damped(kron: Kron, recipe: Recipe, name: str) -> tuple[Kron, bool]:
             result.factor()
             return result, attempt > 0
         except FactorError as error:
-            failed = "a" if result.A._unit is None else "b"
+            failed = "b" if result.A.factored else "a"
             if error.damping is None or attempt == RETRIES or (a if failed == "a" else b) >= LARGEST_DAMPING:
                 raise FactorError(f"{name}, factor {failed.upper()}: {error.saw}", error.expected, error.do, index=error.index) from error
             raised = min(max((a if failed == "a" else b) * RAISE, 1e-4), LARGEST_DAMPING)
@@ -176,6 +225,11 @@ def _describe(solution: Solution, kron: Kron, W: Tensor) -> dict[str, Any]:
         "rho_a": kron.A.rho,
         "rho_b": None if kron.B is None else kron.B.rho,
     }
+
+
+def _spectrum(kron: Kron) -> dict[str, float | None]:
+    """Share of each factor's trace in the largest tenth of its eigenvalues, before damping."""
+    return {"a": round(kron.A.top_share(0.1), 5), "b": None if kron.B is None else round(kron.B.top_share(0.1), 5)}
 
 
 def check_widths(walk: Walk, recipe: Recipe) -> None:

@@ -68,7 +68,7 @@ def test_every_field_of_the_recipe_is_a_flag_with_its_description():
         assert field.description.split(":")[0].split(",")[0].split(". ")[0][:30] in text, name
     for flag in ("--recipe", "--quiet", "--asymmetric"):
         assert flag in flags
-    assert "bakron|" not in text or "rtn|gptq|bakron" in text
+    assert "rtn|gptq|bakron" in text and "shampoo:K|mixed|sequence" in text.replace(" ", "")
 
 
 # --- bad input: a line that says what to do, soon -----------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ BAD = {
     ),
     "unknown method": (
         ["quantize", "{model}", "{out}", "--method", "bakrom"],
-        "method is 'bakrom'; expected rtn, gptq or bakron. Perhaps bakron is meant.",
+        "method is 'bakrom'; expected rtn, gptq, bakron, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps bakron is meant.",
     ),
     "group size": (["quantize", "{model}", "{out}", "--group-size", "64"], "group size 64 does not divide the 96 inputs of down_proj; "),
     "empty text": (["quantize", "{model}", "{out}", "--data", "{place}/empty.txt"], "{place}/empty.txt is empty; expected text."),

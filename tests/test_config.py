@@ -80,8 +80,14 @@ def test_frozen():
 
 
 optional = {
-    "hessian": st.sampled_from(["input", "backprop"]),
-    "factor": st.sampled_from(["kfac", "shampoo", "mixed"]),
+    "hessian": st.sampled_from(["input", "attention-local", "value-local", "mlp-local", "fully-local", "backprop"]),
+    "factor": st.sampled_from(["kfac", "shampoo", "shampoo:3", "mixed", "sequence", "kl", "kl:12"]),
+    "labels": st.sampled_from(["sampled", "empirical"]),
+    "clip": st.sampled_from([0.5, 0.99]),
+    "skip_first": st.booleans(),
+    "diagnostics": st.booleans(),
+    "gate": st.booleans(),
+    "boundary_memory": st.sampled_from(["4GB", "512MiB", "100000"]),
     "levels": st.integers(2, 256),
     "bits": st.integers(2, 8),
     "scale": st.sampled_from(["absmax", "mse", "curvature"]),
@@ -96,7 +102,7 @@ optional = {
 
 
 @settings(deadline=None)
-@given(method=st.sampled_from(METHODS), values=st.fixed_dictionaries({}, optional=optional))
+@given(method=st.sampled_from([*METHODS, *config.PRESETS]), values=st.fixed_dictionaries({}, optional=optional))
 def test_resolved_recipe_survives_the_file_and_resolves_to_itself(tmp_path_factory, method, values):
     try:
         recipe = from_dict({"method": method, **values}).resolve()
@@ -107,6 +113,28 @@ def test_resolved_recipe_survives_the_file_and_resolves_to_itself(tmp_path_facto
     again = config.load(path)
     assert again == recipe == again.resolve()
     assert config.fingerprint(again) == config.fingerprint(recipe)
+
+
+# --- presets -----------------------------------------------------------------------------------------
+
+
+def test_presets_are_short_for_settings_and_give_way_to_those_given():
+    backprop = Recipe(hessian="backprop", factor="shampoo").resolve()
+    assert Recipe(method="bakron-backprop").resolve() == backprop
+    assert Recipe(method="bakron-mlp-local").resolve() == Recipe(hessian="mlp-local", factor="shampoo").resolve()
+    assert Recipe(method="bakron-fully-local").resolve() == Recipe(hessian="fully-local", factor="shampoo").resolve()
+    yaqa = Recipe(method="yaqa").resolve()
+    assert (yaqa.method, yaqa.factor, yaqa.inputs, yaqa.damping, yaqa.damp_a, yaqa.damp_b) == (
+        "bakron",
+        "sequence",
+        "original",
+        "mean",
+        0.01,
+        0.01,
+    )
+    assert from_dict({"method": "yaqa", "damp_b": 1.0, "factor": "kfac"}).resolve().damp_b == 1.0
+    assert from_dict({"method": "bakron-backprop", "factor": "kl"}).resolve().factor == "kl"
+    assert config.PRESETS.keys() | {"rtn", "gptq", "bakron"} == set(config.get_args(config.Method))
 
 
 # --- choices that would do nothing ----------------------------------------------------------------
@@ -122,6 +150,12 @@ def test_resolved_recipe_survives_the_file_and_resolves_to_itself(tmp_path_facto
         ("damp_b", 0.0),
         ("inputs", "original"),
         ("factors", "cache"),
+        ("labels", "empirical"),
+        ("clip", 0.9),
+        ("skip_first", True),
+        ("diagnostics", True),
+        ("gate", True),
+        ("boundary_memory", "4GB"),
     ],
 )
 def test_rtn_refuses_what_belongs_to_a_hessian(key, value):
@@ -140,7 +174,7 @@ def test_rtn_has_no_curvature():
 
 
 @pytest.mark.parametrize("values", [{"method": "gptq"}, {"method": "gptq", "hessian": "input"}])
-@pytest.mark.parametrize("key, value", [("factor", "mixed"), ("factors", "cache")])
+@pytest.mark.parametrize("key, value", [("factor", "mixed"), ("factors", "cache"), ("labels", "sampled"), ("clip", 0.9)])
 def test_input_hessian_takes_no_gradients(values, key, value):
     message = refusal(from_dict({**values, key: value}).resolve)
     assert message == f"{key} would do nothing with hessian input, which takes no gradients. Drop {key}, or choose hessian backprop."
@@ -167,7 +201,10 @@ def test_zero_points_need_the_dense_format():
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"method": "gpqt"}, "method is 'gpqt'; expected rtn, gptq or bakron. Perhaps gptq is meant."),
+        (
+            {"method": "gpqt"},
+            "method is 'gpqt'; expected rtn, gptq, bakron, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps gptq is meant.",
+        ),
         ({"methd": "gptq"}, "unknown key 'methd'. Perhaps method is meant."),
         ({"group-size": 32}, "unknown key 'group-size'. Perhaps group_size is meant."),
         ({"levels": 1}, "levels is 1; expected a whole number from 2 to 256."),

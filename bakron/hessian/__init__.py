@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from bakron.hessian.backprop import BackpropEstimator
+from bakron.hessian.backprop import BackpropEstimator, Heldout
 from bakron.hessian.factor import FACTORS
 from bakron.hessian.input import InputEstimator
+from bakron.hessian.local import PARTS, LocalEstimator
 from bakron.kron import Kron
 
-__all__ = ["ESTIMATORS", "FACTORS", "BackpropEstimator", "Estimator", "InputEstimator"]
+__all__ = ["ESTIMATORS", "FACTORS", "BackpropEstimator", "Estimator", "Heldout", "InputEstimator", "LocalEstimator"]
 
 
 class Estimator(Protocol):
@@ -19,13 +22,20 @@ class Estimator(Protocol):
 
     Attributes:
         tokens: Tokens that the last block's factors were made from, per linear.
+        effective: Effective sample sizes of the tokens' weights, per linear, behind factor "a" and, after a gradient pass, "b".
     """
 
     tokens: dict[str, int]
+    effective: dict[str, dict[str, float]]
 
     def block(self, i: int, inputs: Tensor) -> dict[str, Kron]:
         """Undamped Krons of all linears of block i, whose inputs are `[N, T, d]` on the CPU."""
         ...
 
 
-ESTIMATORS = {"input": InputEstimator, "backprop": BackpropEstimator}
+ESTIMATORS: dict[str, Callable[..., Any]] = {
+    "input": InputEstimator,
+    **{f"{name}-local": partial(LocalEstimator, parts=(name,)) for name in PARTS},
+    "fully-local": partial(LocalEstimator, parts=tuple(PARTS)),
+    "backprop": BackpropEstimator,
+}

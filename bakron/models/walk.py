@@ -26,7 +26,7 @@ class Walk:
             in float32; on processors without matrix units for it this still selects the faster float32 kernels. "float32" forbids it.
 
     Raises:
-        ModelError: Unknown architecture, or a linear of its layout is missing or of another kind.
+        ModelError: Unknown architecture, or a linear of its layout is missing, of another kind, or shares its weight with another one.
     """
 
     def __init__(
@@ -37,8 +37,13 @@ class Walk:
         self.layout = layout_of(model.config.model_type)  # type: ignore[union-attr, arg-type]
         self.blocks: list[nn.Module] = list(model.get_submodule(self.layout.blocks))  # type: ignore[arg-type]
         self.norm, self.head = model.get_submodule(self.layout.norm), model.get_submodule(self.layout.head)
+        owners: dict[int, str] = {}
         for i in range(len(self.blocks)):
-            self.linears(i)
+            for name, linear in self.linears(i).items():
+                whole = f"{self.prefix(i)}.{name}"
+                owner = owners.setdefault(id(linear.weight), whole)
+                if owner != whole:  # its Hessian is that of all its uses together, and rounding it here changes it there
+                    raise ModelError(f"{whole} is the same weight as {owner}", "a weight of its own for every linear")
         check_length(model, length)
         self._arguments = self._record_arguments()
 
@@ -66,6 +71,10 @@ class Walk:
                 raise ModelError(f"{name} of block {i} is a {type(module).__name__}", "torch.nn.Linear")
             found[name] = module
         return found
+
+    def arguments(self, i: int) -> dict[str, Any]:
+        """What the model passes to block i beside the hidden states: mask, position embeddings, for one sequence."""
+        return self._arguments[i]
 
     def embed(self, ids: Tensor) -> Tensor:
         """Hidden states that enter block 0, `[N, T, d]` on the CPU, of tokens `[N, T]`."""

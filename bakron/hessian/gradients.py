@@ -1,0 +1,314 @@
+"""The gradient pass: over the original model once, before any rounding, from the last block to the first.
+
+Labels are sampled from the model's softmax, one per token (the true Fisher, which is the Hessian of the KL divergence at the original weights), or are the text's
+own next tokens (`empirical`: another matrix, in which mispredicted tokens weigh most; the last token of a sequence has none and no loss). Losses are summed, not
+averaged, so that every token's gradient is its own.
+
+Outliers: tokens (by `sequence`: sequences) whose weight in A or B is above a quantile of the weights can be clipped to it, and the first tokens of a sequence,
+where models like to put an attention sink, can be left out of both A and B.
+
+Block inputs are kept going forward, as many as the memory for them holds, and computed again where they were not (`schedule`); each block is run once more with
+gradients, so that one block's activations, weights and factors are alive on the device at a time. Of each linear the pass leaves, on disk, B (packed) and one number
+a token: its weight in A, such as |g_t|^2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from bakron import rundir
+from bakron.errors import ModelError, RecipeError
+from bakron.hessian import schedule
+from bakron.hessian.factor import Step, Weighting, pack
+from bakron.hessian.input import refuse_second_use
+from bakron.models.walk import Walk
+
+Progress = Callable[[str, int, int], None]
+HEAD_TOKENS = 128  # tokens whose logits are alive at a time: a buffer small enough for allocators to recycle
+IN_FLIGHT = 3  # tensors as large as a block's input beside those kept: what enters and leaves the block that runs, and the gradient
+
+
+def slots_in(walk: Walk, ids: Tensor, memory: int | None) -> int:
+    """How many block inputs a budget keeps.
+
+    Args:
+        walk: The model.
+        ids: Tokens `[N, T]`.
+        memory: Bytes; None for all.
+
+    Returns:
+        At least what recursive halving needs, at most one a block and one for the head.
+
+    Raises:
+        RecipeError: The budget is smaller; the smallest one is named.
+    """
+    units = len(walk) + 1  # the head is the last unit
+    if memory is None:
+        return units
+    one = boundary_bytes(walk, ids)
+    needed = (schedule.fewest_slots(units) + IN_FLIGHT) * one
+    if memory < needed:
+        raise RecipeError(
+            f"boundary_memory of {memory:,} bytes for {ids.numel():,} tokens through {len(walk)} blocks",
+            f"at least {needed:,} bytes",
+            "Give more, or use fewer tokens",
+        )
+    return min(memory // one - IN_FLIGHT, units)
+
+
+def boundary_bytes(walk: Walk, ids: Tensor) -> int:
+    """Size of the hidden states between two blocks."""
+    weight = next(iter(walk.linears(0).values())).weight
+    return ids.numel() * weight.shape[1] * weight.element_size()
+
+
+def gradient_pass(
+    walk: Walk,
+    ids: Tensor,
+    store: Path,
+    *,
+    seed: int,
+    weighting: Weighting,
+    labels: str = "sampled",
+    clip: float | None = None,
+    skip: int = 0,
+    held: int = 0,
+    slots: int | None = None,
+    progress: Progress,
+) -> dict[str, int]:
+    """Forward to the head, then back block by block; one file a block in `store`.
+
+    Args:
+        walk: The original model.
+        ids: `[N, T]`.
+        store: Where files go.
+        seed: Of the labels.
+        weighting: The factorisation.
+        labels: "sampled" or "empirical".
+        clip: Quantile of weights, or None.
+        skip: First tokens of each sequence that do not count.
+        held: Last sequences that are kept out of all sums, and whose block inputs and gradients are stored instead.
+        slots: Block inputs kept at once, from `slots_in`; None keeps all.
+        progress: Called with (stage, done, total).
+
+    Returns:
+        Counters, see `BackpropEstimator.passes`.
+
+    Raises:
+        ModelError: An activation or a gradient is not finite.
+    """
+    units = len(walk) + 1
+    slots = units if slots is None else slots
+    total, done = schedule.forward_runs(units, slots), [0, 0]
+    gradient = torch.empty(0)
+
+    def forward(i: int, inputs: Tensor) -> Tensor:
+        outputs = walk.apply(i, inputs)
+        if not bool(torch.isfinite(outputs).all()):
+            raise ModelError(
+                f"the activations that leave {walk.prefix(i)} are not finite", "finite activations", "Check the model on this text first"
+            )
+        done[0] += 1
+        progress("forward", done[0], total)
+        return outputs
+
+    def visit(i: int, inputs: Tensor) -> None:
+        nonlocal gradient
+        if i == len(walk):
+            gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None)
+            return
+        used = len(inputs) - held
+        tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:used], weighting, clip=clip, skip=skip)
+        if held:
+            tensors |= {"heldout.inputs": inputs[used:], "heldout.gradient": gradient[used:]}
+            at_input = torch.cat([at_input, block_gradients(walk, i, inputs[used:], gradient[used:], lambda *_: None)])
+        gradient = at_input
+        rundir.write_tensors(block_file(store, i), tensors)
+        done[1] += 1
+        progress("backward", done[1], len(walk))
+
+    runs, kept = schedule.reverse(units, slots, walk.embed(ids), forward, visit)
+    return {
+        "forward": runs,
+        "backward": len(walk) * weighting.steps * (1 if clip is None or not weighting.b_by_input else 2),
+        "kept": kept,
+        "bytes": (kept + IN_FLIGHT) * boundary_bytes(walk, ids),
+    }
+
+
+def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids: Tensor | None = None) -> Tensor:
+    """Gradient of the summed loss at the output of the last block, with labels sampled from the model or those of the text.
+
+    Args:
+        walk: The model.
+        hidden: Output of the last block, `[N, T, d]` on the CPU.
+        seed: Of the labels.
+        progress: Called with (stage, done, total).
+        ids: Tokens `[N, T]`, each the label of the one before it; None samples labels.
+
+    Returns:
+        `[N, T, d]` on the CPU.
+    """
+    following = None if ids is None else torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1).flatten()
+    generator = torch.Generator().manual_seed(seed)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    result = torch.empty_like(flat)
+    with walk.head_resident():
+        for start in range(0, len(flat), HEAD_TOKENS):
+            x = flat[start : start + HEAD_TOKENS].to(walk.device).requires_grad_()
+            with torch.enable_grad():
+                logits = walk.logits(x)
+            slope = torch.softmax(logits.detach().to(torch.promote_types(logits.dtype, torch.float32)), -1)
+            labels = sample(slope, generator) if following is None else following[start : start + len(x)].to(slope.device)
+            slope[torch.arange(len(x), device=slope.device), labels] -= 1.0  # d loss / d logits = p - onehot(label)
+            if following is not None:
+                slope[labels < 0] = 0.0
+            result[start : start + HEAD_TOKENS] = torch.autograd.grad(logits, x, slope.to(logits.dtype))[0].cpu()
+            progress("head", min(start + HEAD_TOKENS, len(flat)), len(flat))
+    return result.reshape(hidden.shape)
+
+
+def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """One index per row of `[t, vocabulary]`, by inverting the cumulative sum in float64: one uniform number a token, the same on every device."""
+    cumulative = probabilities.double().cumsum(-1)
+    uniform = torch.rand(len(probabilities), 1, generator=generator, dtype=torch.float64).to(probabilities.device)
+    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    return index.clamp_max(probabilities.shape[1] - 1).flatten()
+
+
+def block_moments(
+    walk: Walk, i: int, inputs: Tensor, gradient: Tensor, weighting: Weighting, *, clip: float | None = None, skip: int = 0
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What the gradient pass keeps of block i: one recomputation of the block a step of the factorisation, two if weights in B are clipped.
+
+    Args:
+        walk: The original model.
+        i: Block.
+        inputs: `[N, T, d]` on the CPU.
+        gradient: At the block's output, `[N, T, d]` on the CPU.
+        weighting: The factorisation.
+        clip: Quantile of weights, or None.
+        skip: First tokens of each sequence that do not count.
+
+    Returns:
+        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, and `name.gradient`, the tokens' weights in A `[N T]` before clipping
+        (or, by sequence, `name.A`, packed); and the gradient at the block's input.
+
+    Raises:
+        ModelError: A gradient is not finite.
+    """
+    linears = walk.linears(i)
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    weights = {name: torch.zeros(inputs.shape[:2], dtype=dtype) for name in linears}
+    steps: dict[str, Step] = {}
+    for k in range(weighting.steps):
+        steps = {
+            name: Step(
+                (linear.out_features, linear.in_features),
+                weighting,
+                steps.get(name),
+                with_a=k + 1 < weighting.steps,
+                device=walk.device,
+                dtype=dtype,
+            )
+            for name, linear in linears.items()
+        }
+        if clip is not None and weighting.b_by_input:
+            _set_limits(walk, i, inputs, gradient, steps, clip, skip)
+
+        def visit(rows: slice, name: str, x: Tensor, g: Tensor, steps: dict[str, Step] = steps) -> None:
+            a = steps[name].add(x[:, skip:], g[:, skip:])
+            if a is not None:
+                weights[name][rows, skip:] = a.cpu()
+
+        at_input = block_gradients(walk, i, inputs, gradient, visit)
+        if bad := [name for name, step in steps.items() if not step.finite]:
+            raise ModelError(
+                f"the gradients at {walk.prefix(i)}.{bad[0]} are not finite",
+                "finite gradients",
+                "Use float32 and check the model on this text first",
+            )
+    tensors = {}
+    for name, step in steps.items():
+        tensors |= {f"{name}.B": pack(step.B.value()), f"{name}.effective": torch.tensor(step.effective, dtype=torch.float64)}
+        if weighting.by_sequence:
+            assert step.A is not None
+            tensors[f"{name}.A"] = pack(step.A.value())
+        else:
+            tensors[f"{name}.gradient"] = weights[name].reshape(-1)
+    return tensors, at_input
+
+
+def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], clip: float, skip: int) -> None:
+    """Let each step know the quantiles of its weights: a pass of its own, because a limit must be known before the first token is added."""
+    found: dict[str, list[tuple[Tensor, Tensor | None]]] = {name: [] for name in steps}
+
+    def visit(_rows: slice, name: str, x: Tensor, g: Tensor) -> None:
+        found[name].append(steps[name].weights(x[:, skip:], g[:, skip:]))
+
+    block_gradients(walk, i, inputs, gradient, visit)
+    for name, pairs in found.items():
+        steps[name].limits = (
+            quantile(torch.cat([a for a, _ in pairs]), clip),
+            quantile(torch.cat([b for _, b in pairs if b is not None]), clip),
+        )
+
+
+def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit: Callable[[slice, str, Tensor, Tensor], None]) -> Tensor:
+    """Recompute block i from its inputs and take the gradient back through it.
+
+    Args:
+        walk: The model.
+        i: Block.
+        inputs: `[N, T, d]` on the CPU.
+        gradient: At the block's output, `[N, T, d]` on the CPU.
+        visit: Called for each batch and linear with (sequences, linear, its inputs `[b, T, n]`, the gradient at its outputs `[b, T, m]`), on the device.
+
+    Returns:
+        The gradient at the block's input, `[N, T, d]` on the CPU.
+    """
+    linears = walk.linears(i)
+    result = torch.empty_like(gradient)
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(_module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            refuse_second_use(walk, i, name, seen)
+            seen[name] = (arguments[0].detach(), output)
+
+        return hook
+
+    handles = [linear.register_forward_hook(keep(name)) for name, linear in linears.items()]
+    try:
+        with walk.resident(i):
+            for start, batch in walk.batches(inputs):
+                rows = slice(start, start + len(batch))
+                x = batch.detach().requires_grad_()
+                with torch.enable_grad():
+                    y = walk.run(i, x)
+                outputs = [seen[name][1] for name in linears]
+                at_input, *at_outputs = torch.autograd.grad(y, [x, *outputs], gradient[rows].to(y))
+                result[rows] = at_input.cpu()
+                for name, g in zip(linears, at_outputs, strict=True):
+                    visit(rows, name, seen[name][0], g)
+                seen.clear()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return result
+
+
+def quantile(values: Tensor, share: float) -> float:
+    """The smallest of the values that at least a share of them do not exceed."""
+    flat = values.flatten()
+    return float(flat.kthvalue(max(1, math.ceil(share * flat.numel()))).values)
+
+
+def block_file(store: Path, i: int) -> Path:
+    """Where the results of block i are kept."""
+    return store / f"block_{i:04d}.safetensors"

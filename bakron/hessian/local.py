@@ -1,0 +1,238 @@
+"""Hessians of losses inside a block: of the attention scores for q and k, of the attention output for v, of the MLP output for up and gate. No gradient pass.
+
+Each is a sum over tokens `sum_t x_t x_t^T (x) b_t` with a positive semi-definite b_t `[m, m]`, and becomes A (x) B by one of three factorisations:
+
+| name    | A                    | B              |
+|---------|----------------------|----------------|
+| kfac    | sum x_t x_t^T        | sum b_t        |
+| shampoo | sum tr(b_t) x_t x_t^T | sum |x_t|^2 b_t |
+| mixed   | A of shampoo         | B of kfac      |
+
+| linears  | loss whose curvature is taken                                   | b_t |
+|----------|-----------------------------------------------------------------|---|
+| q        | squared change of all scores q' . k' that the causal mask keeps | per head: J_t^T R_t^T (sum of k' k'^T over the keys that t sees) R_t J_t |
+| k        | the same                                                        | per key head and group: J_t^T R_t^T (sum of q' q'^T over those that see t) R_t J_t |
+| v        | sum over heads of |W_O,h (change of head h's output)|^2         | per query head h, at x_t = sum_s p_h,ts x_s: W_O,h^T W_O,h, over the group |
+| up, gate | squared change of the MLP's output (gate: first order)          | (g_t g_t^T) o W_down^T W_down, g = act(gate); for gate g = act'(gate) o up |
+
+q', k' are queries and keys as attention sees them, R_t the rotation of position t, J_t the Jacobian of the q/k-norm. Heads do not mix, so B of q, k and v is
+block-diagonal. Linears that are asked for no local Hessian have A = sum x x^T, B = I, as in `input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from bakron.config import LOCAL_FACTORS
+from bakron.errors import RecipeError
+from bakron.hessian.factor import FACTORS, Gram, Weighting
+from bakron.hessian.input import input_factors, input_moments, refuse_second_use
+from bakron.kron import Factor, Kron
+from bakron.models.attention import Attention
+from bakron.models.walk import Walk
+
+Q, K, V, O = (f"self_attn.{name}_proj" for name in "qkvo")  # noqa: E741
+GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+Seen = dict[str, tuple[Tensor, Tensor]]
+
+
+class LocalEstimator:
+    """Hessians of losses inside a block for some linears, of their inputs alone for the rest.
+
+    Args:
+        walk: The model; the block that is asked for must still have its original weights.
+        parts: Names in `PARTS`.
+        factor: kfac, shampoo or mixed.
+        skip: First tokens of each sequence that do not count, neither in A nor in B (other tokens still attend to them).
+
+    Raises:
+        RecipeError: Another factorisation.
+    """
+
+    def __init__(self, walk: Walk, parts: Iterable[str], factor: str = "mixed", *, skip: int = 0) -> None:
+        if factor not in LOCAL_FACTORS:
+            raise RecipeError(f"factor {factor} with a local Hessian", " or ".join([", ".join(LOCAL_FACTORS[:-1]), LOCAL_FACTORS[-1]]))
+        self.walk, self.parts, self.weighting = walk, tuple(parts), FACTORS[factor]
+        self.skip = skip
+        self.tokens: dict[str, int] = {}
+        self.effective: dict[str, dict[str, float]] = {}
+
+    def block(self, i: int, inputs: Tensor) -> dict[str, Kron]:
+        """One pass through block i for the curvatures, one for the second moments of inputs.
+
+        Args:
+            i: Block.
+            inputs: `[N, T, d]` on the CPU.
+
+        Returns:
+            Undamped Kron per linear.
+        """
+        parts = [PARTS[name](self.walk, i, inputs, self.weighting, self.skip) for name in self.parts]
+        seen: Seen = {}
+
+        def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+            def hook(_module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+                refuse_second_use(self.walk, i, name, seen)
+                seen[name] = (arguments[0], output)
+
+            return hook
+
+        def visit(start: int, batch: Tensor) -> None:
+            for part in parts:
+                part.add(slice(start, start + len(batch)), seen)
+            seen.clear()
+
+        handles = [linear.register_forward_hook(keep(name)) for name, linear in self.walk.linears(i).items()]
+        try:
+            self.walk.apply(i, inputs, visit)
+        finally:
+            for handle in handles:
+                handle.remove()
+        B = {name: Factor(one) for part in parts for name, one in part.output_factors().items()}
+        weights = {name: one for part in parts for name, one in part.weights.items()} if self.weighting.a_by_gradient else {}
+        own = {name: gram for part in parts for name, gram in part.grams.items()}
+        grams = input_moments(self.walk, i, inputs, weights, without=own, skip=self.skip) | own
+        self.tokens = dict.fromkeys(grams, inputs.shape[0] * (inputs.shape[1] - self.skip))
+        self.effective = {name: {"a": gram.effective} for name, gram in grams.items()}
+        A = input_factors(self.walk, i, grams)
+        return {name: Kron(A[name], B.get(name)) for name in self.walk.linears(i)}
+
+
+class Scores:
+    """Curvature of the attention scores at q and k.
+
+    Args:
+        walk: The model.
+        i: Block.
+        inputs: Of the block, `[N, T, d]`.
+        weighting: kfac, shampoo or mixed.
+        skip: First tokens of each sequence that do not count.
+
+    Attributes:
+        weights: Per linear tr(b_t), `[N, T]`.
+        grams: Second moments of inputs that are not those of the linear itself: none here.
+    """
+
+    def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, skip: int = 0) -> None:
+        self.attention, self.weighting, self.skip = Attention(walk, i), weighting, skip
+        self.weights = {name: torch.empty(inputs.shape[:2], dtype=inputs.dtype) for name in (Q, K)}
+        self.grams: dict[str, Gram] = {}
+        d = self.attention.head_dim
+        self._B = {name: inputs.new_zeros(walk.linears(i)[name].out_features // d, d, d, device=walk.device) for name in (Q, K)}
+
+    def add(self, rows: slice, seen: Seen) -> None:
+        """Add the sequences `rows`, of which `seen` has inputs and outputs of every linear."""
+        for s, (x, q, k) in enumerate(zip(seen[Q][0], seen[Q][1], seen[K][1]), rows.start):
+            size = x.square().sum(-1) if self.weighting.b_by_input else x.new_ones(len(x))
+            size[: self.skip] = 0
+            for name, side, z, other in ((Q, "q", q, self.attention.rotated("k", k)), (K, "k", k, self.attention.rotated("q", q))):
+                for positions, b in self.attention.score_curvature(side, z, other):
+                    self.weights[name][s, positions] = b.diagonal(dim1=-2, dim2=-1).sum((0, -1)).clamp_min(0).cpu()
+                    self._B[name] += torch.einsum("t,htij->hij", size[positions], b)
+
+    def output_factors(self) -> dict[str, Tensor]:
+        """B per linear, `[m, m]`, block-diagonal by head."""
+        return {name: _block_diagonal(B) for name, B in self._B.items()}
+
+
+class Values:
+    """Curvature of the attention output at v, head by head.
+
+    Args:
+        walk: The model.
+        i: Block.
+        inputs: Of the block, `[N, T, d]`.
+        weighting: kfac, shampoo or mixed.
+        skip: First tokens of each sequence that do not count.
+
+    Attributes:
+        weights: None here: tokens are mixed by attention before they count.
+        grams: Second moment of the attention-weighted inputs.
+    """
+
+    def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, skip: int = 0) -> None:
+        self.attention, self.weighting, self.skip = Attention(walk, i), weighting, skip
+        linears = walk.linears(i)
+        self.weights: dict[str, Tensor] = {}
+        self.grams = {V: Gram(linears[V].in_features, walk.device, torch.promote_types(inputs.dtype, torch.float32))}
+        W = linears[O].weight.detach().to(walk.device)
+        W = W.unflatten(1, (-1, self.attention.head_dim)).transpose(0, 1)  # [heads, d, head_dim]
+        self._outputs = W.mT @ W
+        self._size = torch.zeros(len(W), dtype=torch.float64, device=walk.device)  # of each head's weighted inputs
+
+    def add(self, rows: slice, seen: Seen) -> None:
+        """Add the sequences `rows`, of which `seen` has inputs and outputs of every linear."""
+        groups, traces = self.attention.groups, self._outputs.diagonal(dim1=-2, dim2=-1).sum(-1)
+        for x, q, k in zip(seen[V][0], seen[Q][1], seen[K][1]):
+            q, k = self.attention.rotated("q", q), self.attention.rotated("k", k)
+            for g in range(len(k)):
+                heads = slice(g * groups, (g + 1) * groups)
+                mixed = self.attention.probabilities(q[heads], k[g])[:, self.skip :] @ x  # [groups, T - skip, n]
+                weight = traces[heads, None].expand(mixed.shape[:2]) if self.weighting.a_by_gradient else None
+                self.grams[V].add(mixed, weight)
+                self._size[heads] += mixed.double().square().sum((-2, -1))
+
+    def output_factors(self) -> dict[str, Tensor]:
+        """B of v, `[m, m]`, block-diagonal by key-value head."""
+        weight = self._size / self._size.mean() if self.weighting.b_by_input else torch.ones_like(self._size)
+        B = self._outputs * weight.to(self._outputs)[:, None, None]
+        return {V: _block_diagonal(B.unflatten(0, (-1, self.attention.groups)).sum(1))}
+
+
+class Gated:
+    """Curvature of the MLP's output at up and gate.
+
+    Args:
+        walk: The model.
+        i: Block.
+        inputs: Of the block, `[N, T, d]`.
+        weighting: kfac, shampoo or mixed.
+        skip: First tokens of each sequence that do not count.
+
+    Attributes:
+        weights: Per linear tr(b_t), `[N, T]`.
+        grams: Second moments of inputs that are not those of the linear itself: none here.
+    """
+
+    def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, skip: int = 0) -> None:
+        self.weighting, self.skip = weighting, skip
+        linears, dtype = walk.linears(i), torch.promote_types(inputs.dtype, torch.float32)
+        self.weights = {name: torch.empty(inputs.shape[:2], dtype=dtype) for name in (UP, GATE)}
+        self.grams: dict[str, Gram] = {}
+        self._act = walk.blocks[i].get_submodule("mlp").act_fn
+        self._W = linears[DOWN].weight.detach()
+        self._diagonal = self._W.to(walk.device, dtype).square().sum(0)
+        self._moments = {name: Gram(linears[name].out_features, walk.device, dtype) for name in (UP, GATE)}
+
+    def add(self, rows: slice, seen: Seen) -> None:
+        """Add the sequences `rows`, of which `seen` has inputs and outputs of every linear."""
+        x, z = seen[GATE]
+        z = z.detach().requires_grad_()
+        with torch.enable_grad():
+            gate = self._act(z)
+        slope = torch.autograd.grad(gate, z, torch.ones_like(gate))[0]
+        size = x.square().sum(-1) if self.weighting.b_by_input else None
+        for name, g in ((UP, gate.detach()), (GATE, slope * seen[UP][1])):
+            self.weights[name][rows] = (g.square() @ self._diagonal).cpu()
+            self._moments[name].add(g[:, self.skip :], None if size is None else size[:, self.skip :])
+
+    def output_factors(self) -> dict[str, Tensor]:
+        """B per linear, `[m, m]`: Schur products, so positive semi-definite."""
+        W = self._W.to(self._diagonal)
+        M = (W.T @ W).cpu()
+        return {name: gram.value() * M for name, gram in self._moments.items()}
+
+
+PARTS: dict[str, Callable[[Walk, int, Tensor, Weighting, int], Scores | Values | Gated]] = {
+    "attention": Scores,
+    "value": Values,
+    "mlp": Gated,
+}
+
+
+def _block_diagonal(B: Tensor) -> Tensor:
+    """`[heads, k, k]` as one symmetric `[heads k, heads k]` on the CPU."""
+    return torch.block_diag(*((B + B.mT) / 2).cpu())

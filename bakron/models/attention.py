@@ -1,0 +1,108 @@
+"""A block's attention taken apart: heads, the model's own q/k-norm and rotary embedding, probabilities, and how a curvature of rotated heads looks at q and k."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bakron.models.walk import Walk
+
+POSITIONS = 64  # whose [head_dim, head_dim] curvatures are alive at a time
+
+
+class Attention:
+    """Attention of block i of a walk, grouped queries, causal, perhaps with a sliding window.
+
+    Args:
+        walk: The model.
+        i: Block.
+    """
+
+    def __init__(self, walk: Walk, i: int) -> None:
+        self.module = walk.blocks[i].get_submodule("self_attn")
+        self.head_dim: int = self.module.head_dim  # type: ignore[assignment]
+        self.groups: int = self.module.num_key_value_groups  # type: ignore[assignment]
+        cos, sin = walk.arguments(i)["position_embeddings"]
+        self.cos, self.sin = cos[0], sin[0]  # [T, head_dim]: one length, no padding, so all sequences have the same positions
+        self.rotary = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
+        config = self.module.config
+        self.window: int | None = getattr(self.module, "sliding_window", getattr(config, "sliding_window", None))  # type: ignore[assignment]
+
+    def rotated(self, side: str, z: Tensor) -> Tensor:
+        """What attention sees of the output of `q_proj` or `k_proj`.
+
+        Args:
+            side: "q" or "k".
+            z: `[T, heads * head_dim]`.
+
+        Returns:
+            `[heads, T, head_dim]`.
+        """
+        z = z.unflatten(-1, (-1, self.head_dim))
+        norm = getattr(self.module, f"{side}_norm", None)
+        z = (z if norm is None else norm(z)).transpose(0, 1)
+        return self.rotary(z, z, self.cos, self.sin, unsqueeze_dim=0)[0]
+
+    def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
+        """Softmax of the scores of one key head.
+
+        Args:
+            q: Rotated queries of its group, `[groups, T, head_dim]`.
+            k: Rotated keys, `[T, head_dim]`.
+
+        Returns:
+            `[groups, T, T]`.
+        """
+        distance = torch.arange(len(k), device=k.device)[:, None] - torch.arange(len(k), device=k.device)
+        hidden = (distance < 0) | (distance >= (self.window or len(k)))
+        return (q @ k.T * self.module.scaling).masked_fill(hidden, -torch.inf).softmax(-1)
+
+    def score_curvature(self, side: str, z: Tensor, other: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Curvature, at the outputs of `q_proj` or `k_proj`, of the summed squared change of all attention scores q' . k' of a sequence.
+
+        The curvature of a rotated query is the sum of k' k'^T over the keys that it sees, that of a rotated key the sum of q' q'^T over the queries that see it;
+        both are pulled back through the rotation at their own position and the Jacobian of the norm before it.
+
+        Args:
+            side: "q" or "k": whose curvature.
+            z: Output of that projection, `[T, heads * head_dim]`.
+            other: The rotated other side, `[heads of that side, T, head_dim]`.
+
+        Yields:
+            Positions and their curvatures, `[heads, positions, head_dim, head_dim]`.
+        """
+        length, window = len(z), self.window or len(z)
+        heads = z.shape[1] // self.head_dim
+        other = other if side == "q" else other.flip(1)  # a key is seen by the queries from its own position on: the same sum, from the end
+        running = other.new_zeros(len(other), self.head_dim, self.head_dim)
+        for start in range(0, length, POSITIONS):
+            stop = min(start + POSITIONS, length)
+            fresh = other[:, start:stop, :, None] * other[:, start:stop, None, :]
+            left = max(start - window, 0), max(stop - window, 0)  # what the window of the last positions here has left behind
+            if left[1] > 0:
+                old = other[:, left[0] : left[1]]
+                fresh[:, -(left[1] - left[0]) :] -= old[:, :, :, None] * old[:, :, None, :]
+            C = running[:, None] + fresh.cumsum(1)
+            running = C[:, -1]
+            if side == "q":
+                positions, C = slice(start, stop), C.repeat_interleave(self.groups, 0)
+            else:
+                positions, C = slice(length - stop, length - start), C.flip(1).unflatten(0, (heads, self.groups)).sum(1)
+            yield positions, self._pull_back(side, z[positions], C, positions)
+
+    def _pull_back(self, side: str, z: Tensor, C: Tensor, positions: slice) -> Tensor:
+        """`J^T R^T C R J` for each head and position: R the rotation, J the Jacobian of the norm at z."""
+        cos, sin = self.cos[positions], -self.sin[positions]
+        C = self.rotary(C, C, cos, sin)[0].mT  # rotates the rows of C: C R, transposed R^T C
+        C = self.rotary(C, C, cos, sin)[0]
+        norm = getattr(self.module, f"{side}_norm", None)
+        if norm is None:
+            return C
+        z = z.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)[:, :, None].expand_as(C).detach().requires_grad_()
+        with torch.enable_grad():
+            y = norm(z)
+        C = torch.autograd.grad(y, z, C, retain_graph=True)[0].mT
+        return torch.autograd.grad(y, z, C)[0]

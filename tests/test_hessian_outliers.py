@@ -1,0 +1,244 @@
+"""Labels, clipped weights, first tokens left out, and effective sample sizes."""
+
+import pytest
+import torch
+from test_hessian import SEED, SMALL, Walk, assert_near, autograd, inputs_of_blocks, second_moment, tokens
+from tiny import tiny_model
+
+from bakron import config
+from bakron.errors import ModelError, RecipeError
+from bakron.hessian import ESTIMATORS, BackpropEstimator, InputEstimator, gradients
+from bakron.hessian.factor import Gram, weighting
+from bakron.kron import Factor
+
+N, T = 5, 12
+
+
+def case(tmp_path, **options):
+    """Estimator, its Krons of block 1, and inputs and gradients of that block's linears `[N, T, .]` from plain autograd."""
+    model, ids = tiny_model("qwen3"), tokens(N, T)
+    walk = Walk(model, T, batch=2)
+    estimator = BackpropEstimator(walk, ids, tmp_path, seed=SEED, **options)
+    krons = estimator.block(1, inputs_of_blocks(walk, ids)[1])
+    expected, _ = autograd(model, ids, SEED)
+    streams = {name: tuple(part.reshape(N, T, -1) for part in expected[f"{walk.prefix(1)}.{name}"]) for name in krons}
+    return estimator, krons, streams
+
+
+def effective(weights):
+    return float(weights.sum() ** 2 / weights.square().sum())
+
+
+# --- labels ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_empirical_labels_are_the_next_tokens():
+    model, ids = tiny_model("llama", **SMALL), tokens(3, 7, vocabulary=8)
+    walk = Walk(model, 7)
+    last = walk.apply(1, inputs_of_blocks(walk, ids)[1])
+    found = gradients.head_gradient(walk, last, 0, lambda *_: None, ids)
+    hidden = last.clone().requires_grad_()
+    logits = walk.logits(hidden)
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+    torch.testing.assert_close(found, hidden.grad, rtol=1e-4, atol=1e-6)
+    assert not bool(found[:, -1].any())  # nothing follows the last token
+
+
+def test_labels_are_part_of_a_stored_pass(tmp_path):
+    walk, ids = Walk(tiny_model("llama", **SMALL), 8), tokens(2, 8, vocabulary=8)
+    sampled = BackpropEstimator(walk, ids, tmp_path / "a", labels="sampled").block(0, walk.embed(ids))
+    empirical = BackpropEstimator(walk, ids, tmp_path / "b", labels="empirical").block(0, walk.embed(ids))
+    assert not torch.allclose(sampled["mlp.up_proj"].B.H, empirical["mlp.up_proj"].B.H, rtol=0.01)
+    with pytest.raises(RecipeError, match="labels"):
+        BackpropEstimator(walk, ids, tmp_path / "a", labels="empirical")
+
+
+# --- clipping ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_quantile_is_the_smallest_value_that_enough_do_not_exceed():
+    values = torch.tensor([[5.0, 1.0], [3.0, 2.0]])
+    assert [gradients.quantile(values, share) for share in (0.01, 0.25, 0.26, 0.5, 0.75, 0.99)] == [1, 1, 2, 2, 3, 5]
+
+
+@pytest.mark.parametrize("factor", ["shampoo", "mixed"])
+def test_weights_of_tokens_are_clipped_in_both_factors(factor, tmp_path):
+    estimator, krons, streams = case(tmp_path, factor=factor, clip=0.7)
+    for name, (x, g) in streams.items():
+        a, b = g.square().sum(-1).flatten(), x.square().sum(-1).flatten()
+        a = a.clamp_max(a.sort().values[41])  # 42 of the 60 tokens are 70 %
+        b = b.clamp_max(b.sort().values[41]) if factor == "shampoo" else torch.ones_like(b)
+        assert_near(krons[name].A.H, second_moment(x.flatten(0, 1), a))
+        assert_near(krons[name].B.H, second_moment(g.flatten(0, 1), b))
+        assert estimator.effective[name]["a"] == pytest.approx(effective(a), rel=1e-3)
+        assert estimator.effective[name]["b"] == pytest.approx(effective(b), rel=1e-3)
+
+
+def test_gradients_of_sequences_are_clipped(tmp_path):
+    estimator, krons, streams = case(tmp_path, factor="sequence", clip=0.6)
+    for name, (x, g) in streams.items():
+        G = g.mT @ x
+        size = G.square().sum((-2, -1))
+        kept = size.clamp_max(size.sort().values[2])  # 3 of 5 sequences
+        G = G * (kept / size).sqrt()[:, None, None]
+        assert_near(krons[name].A.H, torch.einsum("sij,sik->jk", G, G))
+        assert_near(krons[name].B.H, torch.einsum("sij,skj->ik", G, G))
+        assert estimator.effective[name] == {side: pytest.approx(effective(kept), rel=1e-3) for side in "ab"}
+
+
+def test_clipping_that_touches_b_is_part_of_a_stored_pass(tmp_path):
+    walk, ids = Walk(tiny_model("llama", **SMALL), 8), tokens(2, 8, vocabulary=8)
+    BackpropEstimator(walk, ids, tmp_path / "a", factor="mixed")
+    BackpropEstimator(walk, ids, tmp_path / "a", factor="mixed", clip=0.5)  # A alone: the pass is the same
+    estimator = BackpropEstimator(walk, ids, tmp_path / "b", factor="shampoo:2", clip=0.5)
+    assert estimator.passes["backward"] == 8  # blocks x steps x (limits first, then sums)
+    with pytest.raises(RecipeError, match=r"clip \(0.5 there, None here\)"):
+        BackpropEstimator(walk, ids, tmp_path / "b", factor="shampoo:2")
+
+
+def test_clip_needs_weights():
+    with pytest.raises(RecipeError, match="clip would do nothing with factor kfac"):
+        config.from_dict({"factor": "kfac", "clip": 0.9}).resolve()
+    for value in (0, 1, -0.5, "much"):
+        with pytest.raises(RecipeError, match="a number between 0 and 1"):
+            config.from_dict({"clip": value})
+
+
+# --- the first token ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", ["kfac", "shampoo", "mixed", "sequence"])
+def test_the_first_token_counts_in_neither_factor(factor, tmp_path):
+    estimator, krons, streams = case(tmp_path, factor=factor, skip=1)
+    assert estimator.tokens == dict.fromkeys(krons, N * (T - 1))
+    chosen = weighting(factor)
+    for name, (x, g) in streams.items():
+        x, g = x[:, 1:], g[:, 1:]
+        if factor == "sequence":
+            G = g.mT @ x
+            A, B = torch.einsum("sij,sik->jk", G, G), torch.einsum("sij,skj->ik", G, G)
+        else:
+            x, g = x.flatten(0, 1), g.flatten(0, 1)
+            A = second_moment(x, g.square().sum(-1) ** chosen.a_by_gradient)
+            B = second_moment(g, x.square().sum(-1) ** chosen.b_by_input)
+        assert_near(krons[name].A.H, A)
+        assert_near(krons[name].B.H, B)
+
+
+def test_the_first_token_does_not_count_in_other_hessians():
+    walk, ids = Walk(tiny_model("qwen3"), T), tokens(N, T)
+    hidden = walk.embed(ids)
+    doubled = hidden.clone()
+    doubled[:, 0] *= 2  # of what the first token adds by itself, the norm before each linear leaves no trace: compare with weights instead
+    plain = InputEstimator(walk, skip=1)
+    x = {name: kron.A.H for name, kron in plain.block(0, hidden).items()}
+    again = plain.block(0, doubled)
+    assert plain.tokens == dict.fromkeys(walk.linears(0), N * (T - 1)) and plain.effective["mlp.up_proj"] == {"a": N * (T - 1)}
+    assert torch.equal(x["self_attn.q_proj"], again["self_attn.q_proj"].A.H)
+    for name, estimate in ESTIMATORS.items():
+        if not name.endswith("-local"):
+            continue
+        for factor in ("kfac", "mixed"):
+            with_it, without = (estimate(walk, factor=factor, skip=skip) for skip in (0, 1))
+            one, two = with_it.block(0, hidden), without.block(0, hidden)
+            assert without.tokens == dict.fromkeys(walk.linears(0), N * (T - 1))
+            for linear, kron in one.items():
+                for side in "AB":
+                    H, K = getattr(kron, side), getattr(two[linear], side)
+                    if H is None or (linear, side) == ("self_attn.v_proj", "B"):  # W_O^T W_O knows no tokens
+                        continue
+                    left = H.H - K.H  # what one token less takes away is itself positive semi-definite
+                    assert float(torch.linalg.eigvalsh(left.double()).min()) > -1e-4 * float(H.H.diagonal().max())
+                    assert float(left.trace()) > 0
+
+
+# --- sequences held out ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", ["mixed", "kfac", "sequence"])
+def test_sequences_held_out_count_in_no_factor_and_measure_errors(factor, tmp_path):
+    model, ids = tiny_model("qwen3"), tokens(N, T)
+    walk = Walk(model, T, batch=2)
+    estimator = BackpropEstimator(walk, ids, tmp_path, seed=SEED, factor=factor, held=2)
+    expected, _ = autograd(model, ids, SEED)
+    krons = estimator.block(0, walk.embed(ids)[: N - 2])
+    heldout = estimator.heldout(0)
+    assert estimator.tokens == dict.fromkeys(krons, (N - 2) * T)
+    assert set(estimator.unweighted) == (set() if factor == "kfac" else set(krons))
+    for name, kron in krons.items():
+        x, g = (part.reshape(N, T, -1) for part in expected[f"{walk.prefix(0)}.{name}"])
+        used, held = (x[: N - 2], g[: N - 2]), (x[N - 2 :], g[N - 2 :])
+        if factor == "sequence":
+            G = used[1].mT @ used[0]
+            assert_near(kron.B.H, torch.einsum("sij,skj->ik", G, G))
+        else:
+            flat = used[1].flatten(0, 1)
+            assert_near(kron.B.H, flat.T @ flat)
+        if factor != "kfac":
+            flat = used[0].flatten(0, 1)
+            assert_near(estimator.unweighted[name].H, flat.T @ flat)
+        E = torch.randn(kron.B.size, kron.A.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        measured = float(torch.einsum("nti,ij,ntj->nt", held[1], E, held[0]).square().sum())
+        assert heldout.error(name, E.float()) == pytest.approx(measured, rel=1e-4)
+
+
+def test_number_held_out_is_part_of_a_stored_pass(tmp_path):
+    walk, ids = Walk(tiny_model("llama", **SMALL), 8), tokens(3, 8, vocabulary=8)
+    BackpropEstimator(walk, ids, tmp_path)
+    with pytest.raises(RecipeError, match=r"held \(0 there, 1 here\)"):
+        BackpropEstimator(walk, ids, tmp_path, held=1)
+
+
+def test_gate_needs_an_output_factor_and_two_sequences():
+    for recipe, said in (
+        (dict(method="gptq", hessian="backprop"), "gate would do nothing with method gptq"),
+        (dict(hessian="mlp-local"), "gate would do nothing with hessian mlp-local"),
+        (dict(sequences=1), "at least 2 sequences"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            config.from_dict({"gate": True, **recipe}).resolve()
+
+
+# --- modules that are used twice ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_two_linears_share_is_refused():
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ModelError, match=r"model.layers.1.mlp.up_proj is the same weight as model.layers.0.mlp.up_proj"):
+        Walk(model, 4)
+
+
+def test_a_linear_that_runs_twice_in_its_block_is_refused(tmp_path):
+    model, ids = tiny_model("llama"), tokens(2, 8)
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)) + mlp.down_proj(mlp.up_proj(x))
+    walk = Walk(model, 8)
+    hidden = walk.embed(ids)
+    for estimate in (InputEstimator, ESTIMATORS["mlp-local"], lambda walk: BackpropEstimator(walk, ids, tmp_path)):
+        with pytest.raises(ModelError, match=r"model.layers.1.mlp.up_proj runs twice in one pass of its block; expected each linear once"):
+            estimate(walk).block(1, hidden)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# --- effective sample sizes and spectra --------------------------------------------------------------------------------------------------
+
+
+def test_effective_sample_size():
+    gram, Z = Gram(3), torch.ones(2, 4, 3)
+    gram.add(Z)
+    assert gram.effective == 8
+    for weights in (torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 0]]), torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]])):
+        gram = Gram(3)
+        gram.add(Z, weights)
+        assert gram.effective == pytest.approx(effective(weights))
+    assert Gram(3).effective == 0
+
+
+def test_share_of_the_trace_in_the_largest_eigenvalues():
+    Q, _ = torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    values = torch.arange(1.0, 21.0, dtype=torch.float64)
+    H = Q @ torch.diag(values) @ Q.T
+    factor = Factor((H + H.T) / 2)
+    assert factor.top_share(0.1) == pytest.approx(39 / 210) and factor.top_share(0.12) == pytest.approx(57 / 210)
+    assert factor.top_share(1.0) == pytest.approx(1)
