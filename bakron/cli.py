@@ -96,6 +96,29 @@ def evaluate(
     typer.echo(f"tokens     {result['tokens']:,} in {result['sequences']} windows of {result['length']}")
 
 
+@app.command()
+def certify(
+    run: Annotated[str, typer.Argument(help="Output directory of bakron quantize.")],
+    model: Annotated[str | None, typer.Option(help="The original model. Default: where the run found it.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Prove that every weight of a finished run is the grid point nearest to its target, by making the run's Hessians again.
+
+    Costs the time of the run without its solves. Exit status 1 if a weight is not.
+    """
+    from bakron.display import Display
+    from bakron.recheck import certify_run
+
+    with Display(quiet) as display:
+        found = certify_run(run, model=model, progress=display.progress, log=display.log)
+    typer.echo(
+        f"{found['violations']} violations in {found['weights']:,} weights of {found['linears']} linears; largest gap "
+        f"{found['max_gap']:.2e} of a step, at {found['worst']}"
+    )
+    if found["violations"]:
+        raise typer.Exit(1)
+
+
 bench = typer.Typer(help="Time bakron on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 

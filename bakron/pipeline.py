@@ -52,6 +52,9 @@ class Rounded:
     event: dict[str, Any]
 
 
+Treat = Callable[[nn.Linear, Kron | None, Recipe, torch.dtype, str], Rounded]
+
+
 def run(
     walk: Walk,
     recipe: Recipe,
@@ -61,6 +64,7 @@ def run(
     ids: Tensor | None = None,
     estimator: Estimator | None = None,
     keep: Callable[[int, dict[str, Rounded]], None],
+    treat: Treat | None = None,
     progress: Progress = lambda *_: None,
 ) -> None:
     """Round every linear of every block, in place in the walk's model.
@@ -73,11 +77,13 @@ def run(
         ids: Calibration tokens `[N, T]`; None for rtn.
         estimator: Of the Hessians; None for rtn.
         keep: Called with every block's index and its rounded linears by name, before the next block starts.
+        treat: What to do with a linear, in place of `round_linear`.
         progress: Called with (stage, done, total).
 
     Raises:
         FactorError: A factor stays indefinite at the largest damping.
     """
+    treat = treat or round_linear
     with clock.stage("calibrate"):
         hidden = walk.embed(ids) if ids is not None else None
     for i in range(len(walk)):
@@ -96,7 +102,7 @@ def run(
             for name, linear in walk.linears(i).items():
                 whole, kron = f"{walk.prefix(i)}.{name}", krons.pop(name, None)
                 if gate is None or kron is None:
-                    rounded[name] = round_linear(linear, kron, recipe, dtype, whole)
+                    rounded[name] = treat(linear, kron, recipe, dtype, whole)
                 else:
                     candidates = {"two-sided": kron, "one-sided": Kron(kron.A)}
                     if name in estimator.unweighted:

@@ -17,6 +17,7 @@ from bakron.grids import UniformGrid, code_range
 from bakron.hessian import FACTORS, BackpropEstimator, InputEstimator, backprop
 from bakron.kron import Kron
 from bakron.models.walk import Walk
+from bakron.recheck import certify_run
 
 TEXT = "".join(f"the quick brown fox number {i} jumps over {i * i} lazy dogs; and so on.\n" for i in range(120))
 BASE = dict(levels=7, group_size=32, sequences=4, length=32)
@@ -725,3 +726,23 @@ def test_a_damaged_manifest_of_gradients_is_named(tmp_path, quantize):
     (tmp_path / "store" / "manifest.json").write_text("{")
     with pytest.raises(RecipeError, match=r"manifest\.json is damaged"):
         quantize(factors=str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("recipe", [dict(method="rtn"), dict(method="gptq"), dict(), dict(gate=True), dict(inputs="original")], ids=str)
+def test_certify_run_finds_no_violation_in_what_was_rounded_and_one_in_what_was_changed(recipe, quantize):
+    run = quantize(**recipe)
+    found = certify_run(run.out)
+    assert found["violations"] == 0 and found["linears"] == 14
+    assert found["weights"] == sum(codes.numel() for codes in run.codes.values())
+    file = run.out / "bakron" / "codes" / "block_0001.safetensors"
+    tensors = load_file(file)
+    codes = tensors["mlp.down_proj.codes"]
+    codes[-1, -1] = -3 if codes[-1, -1] > 0 else 3
+    save_file(tensors, file)
+    found = certify_run(run.out)
+    assert found["violations"] == 1 and found["worst"] == "model.layers.1.mlp.down_proj" and found["max_gap"] > 0.5
+
+
+def test_certify_run_refuses_what_is_no_finished_run(tmp_path):
+    with pytest.raises(OutputError, match="no finished run"):
+        certify_run(tmp_path)

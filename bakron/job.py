@@ -1,0 +1,216 @@
+"""What a run works on, made from a recipe: tokens, model, estimator, and the codes it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bakron import config, rundir
+from bakron import data as corpus
+from bakron.errors import RecipeError
+from bakron.models import load as models
+
+if TYPE_CHECKING:
+    import torch
+
+    from bakron.config import Recipe
+    from bakron.grids import UniformGrid
+    from bakron.hessian import Estimator
+    from bakron.models.walk import Walk
+    from bakron.pipeline import Rounded
+
+Progress = Callable[[str, int, int], None]
+Log = Callable[[str], None]
+GATE_SHARE = 8  # the gate holds out one sequence in so many
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, ready to be walked, and the tokens to calibrate it on.
+
+    Attributes:
+        recipe: Resolved.
+        source: Where the model is.
+        tokenizer: Its tokenizer; None if it has none and none is needed.
+        tokens: Calibration windows; None for rtn.
+        model: Loaded in float32.
+        walk: The model block by block.
+        dtype: In which scales and all that is not quantized are stored.
+    """
+
+    recipe: Recipe
+    source: models.Source
+    tokenizer: Any
+    tokens: corpus.Tokens | None
+    model: Any
+    walk: Walk
+    dtype: torch.dtype
+
+    @cached_property
+    def held(self) -> int:
+        """Sequences that the gate keeps out of the factors: the last ones.
+
+        Raises:
+            RecipeError: There is only one sequence.
+        """
+        if not self.recipe.gate or self.tokens is None:
+            return 0
+        count = len(self.tokens.ids)
+        if count < 2:
+            raise RecipeError("gate with a text of one sequence, which it would hold out", "at least 2 sequences", "Use a longer text")
+        return max(1, count // GATE_SHARE)
+
+    @property
+    def used(self) -> torch.Tensor | None:
+        """Token windows that factors are made from, `[N, T]`."""
+        return None if self.tokens is None else self.tokens.ids[: len(self.tokens.ids) - self.held]
+
+
+def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
+    """Read text and model, and refuse what cannot work: cheap checks first.
+
+    Args:
+        source: From `models.load.find`.
+        recipe: Resolved.
+        log: Called with one-line messages.
+
+    Returns:
+        The job.
+
+    Raises:
+        BakronError: Any of its subclasses.
+    """
+    import torch
+
+    from bakron.grids import check_groups
+    from bakron.models.walk import Walk
+    from bakron.pipeline import check_widths
+
+    where = device(recipe.device)
+    check_groups(models.widths(models.early_config(source)), recipe.group_size)
+    tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
+    tokens = None
+    if recipe.method != "rtn":
+        texts = corpus.load(recipe.data, split="calibration")
+        tokens = corpus.windows(texts, tokenizer, length=recipe.length, sequences=recipe.sequences, seed=recipe.seed)
+        log(f"calibration: {tokens.describe()}")
+    model = models.read(source, torch.float32)
+    walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision)
+    check_widths(walk, recipe)
+    dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)
+    models.check_range(model, dtype)
+    widest = max(linear.in_features for linear in walk.linears(0).values())
+    if tokens is not None and tokens.ids.numel() < widest:
+        log(
+            f"warning: {tokens.ids.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest linear; more sequences would help"
+        )
+    return Job(recipe, source, tokenizer, tokens, model, walk, dtype)
+
+
+def device(name: str) -> torch.device:
+    """A device that works here.
+
+    Raises:
+        RecipeError: It does not.
+    """
+    import torch
+
+    try:
+        found = torch.device(name)
+        float(torch.zeros(1, device=found))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RecipeError(
+            f"device {name!r}: {str(error).splitlines()[0]}", "a device that torch can use here, such as cpu or cuda"
+        ) from error
+    return found
+
+
+def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimator | None, Path | None]:
+    """The recipe's estimator; for backprop this runs the gradient pass.
+
+    Args:
+        job: What to work on; the model still has its original weights.
+        target: Output directory, which holds the gradient pass unless the recipe names a place.
+        progress: Called with (stage, done, total).
+
+    Returns:
+        The estimator, None for rtn; and the directory of the gradient pass if it is to be removed afterwards.
+    """
+    from bakron.hessian import ESTIMATORS
+
+    recipe = job.recipe
+    if job.tokens is None:
+        return None, None
+    estimate = ESTIMATORS[recipe.hessian or "backprop"]
+    skip = int(recipe.skip_first)
+    if recipe.hessian == "input":
+        return estimate(job.walk, skip=skip), None
+    if recipe.hessian != "backprop":
+        return estimate(job.walk, factor=recipe.factor, skip=skip), None
+    store = Path(recipe.factors).expanduser() if recipe.factors else target / rundir.FOLDER / "gradients"
+    estimator = estimate(
+        job.walk,
+        job.tokens.ids,
+        store,
+        factor=recipe.factor or "mixed",
+        seed=recipe.seed,
+        fingerprint=models.fingerprint(job.model),
+        labels=recipe.labels or "sampled",
+        clip=recipe.clip,
+        skip=skip,
+        held=job.held,
+        boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
+        progress=progress,
+    )
+    return estimator, None if recipe.factors else store
+
+
+def codes_of(rounded: Mapping[str, Rounded]) -> dict[str, torch.Tensor]:
+    """Codes, scales and zero points of a block as they are kept on disk."""
+    import torch
+
+    tensors = {}
+    for name, one in rounded.items():
+        tensors[f"{name}.codes"] = one.codes.to(torch.int8 if one.grid.low < 0 else torch.uint8)
+        tensors[f"{name}.scale"] = one.grid.scale
+        if one.grid.zero is not None:
+            tensors[f"{name}.zero"] = one.grid.zero
+    return tensors
+
+
+class StoredCodes:
+    """The codes of a run, read block by block.
+
+    Args:
+        target: Output directory of the run.
+        recipe: Resolved.
+    """
+
+    def __init__(self, target: Path, recipe: Recipe) -> None:
+        from bakron.grids import code_range
+
+        self.target, self.recipe = target, recipe
+        self.low, self.high = code_range(recipe.levels, None, recipe.symmetric)
+        self._block: tuple[int, dict[str, torch.Tensor]] = (-1, {})
+
+    def linear(self, i: int, name: str) -> tuple[torch.Tensor, UniformGrid]:
+        """Codes `[m, n]` int32 and grid of a linear of block i.
+
+        Raises:
+            OutputError: They are missing or damaged.
+        """
+        import torch
+
+        from bakron.errors import OutputError
+        from bakron.grids import UniformGrid
+
+        if self._block[0] != i:
+            self._block = (i, rundir.read_tensors(rundir.codes_file(self.target, i)))
+        stored = self._block[1]
+        if f"{name}.codes" not in stored or f"{name}.scale" not in stored:
+            raise OutputError(f"{rundir.codes_file(self.target, i)} has no {name}", "codes and scales of every linear")
+        grid = UniformGrid(stored[f"{name}.scale"], stored.get(f"{name}.zero"), self.low, self.high, self.recipe.group_size)
+        return stored[f"{name}.codes"].to(torch.int32), grid

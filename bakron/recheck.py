@@ -1,0 +1,126 @@
+"""Certify a finished run: make its Hessians again, and check that every stored value is the grid point nearest to its own target."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bakron import config, rundir
+from bakron.errors import OutputError
+from bakron.job import Job, StoredCodes, make_estimator, prepare
+from bakron.models import load as models
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from bakron.config import Recipe
+    from bakron.hessian import Estimator
+    from bakron.kron import Kron
+    from bakron.pipeline import Rounded
+
+Progress = Callable[[str, int, int], None]
+Log = Callable[[str], None]
+
+
+def certify_run(
+    run: str | Path, *, model: str | Path | None = None, progress: Progress | None = None, log: Log | None = None
+) -> dict[str, Any]:
+    """Certify every linear of a finished run against the Hessians that its recipe gives. Costs the run's time without the solves.
+
+    Args:
+        run: Output directory of `bakron.quantize`.
+        model: The original model; default: where the run found it.
+        progress: Called with (stage, done, total).
+        log: Called with one-line messages.
+
+    Returns:
+        `{"linears", "weights", "violations", "max_gap", "worst"}`: counts, the largest excess distance over the nearest grid point in units of the
+        entry's scale, and the linear that has it.
+
+    Raises:
+        OutputError: No finished run there.
+        BakronError: Whatever making the Hessians can raise.
+    """
+    from bakron.pipeline import Clock
+    from bakron.pipeline import run as walk_blocks
+
+    target = Path(run).expanduser()
+    summary, events = _read(target)
+    recipe = config.load(target / rundir.FOLDER / "recipe.yaml").resolve()
+    source = models.find(str(model or summary["model"]))
+    job = prepare(source, recipe, log or (lambda _: None))
+    found: dict[str, dict[str, Any]] = {}
+
+    def keep(_: int, rounded: dict[str, Rounded]) -> None:
+        found.update({one.event["linear"]: one.event for one in rounded.values()})
+
+    with tempfile.TemporaryDirectory(prefix="bakron-certify-") as scratch:
+        estimator, _ = make_estimator(job, Path(scratch), progress or (lambda *_: None))
+        walk_blocks(
+            job.walk,
+            recipe.model_copy(update={"gate": False}),  # what the gate chose is in the events; `held` stays out of the factors all the same
+            dtype=job.dtype,
+            clock=Clock(),
+            ids=job.used,
+            estimator=estimator,
+            keep=keep,
+            treat=_Recheck(job, StoredCodes(target, recipe), events, estimator),
+            progress=progress or (lambda *_: None),
+        )
+    worst = max(found, key=lambda name: found[name]["max_gap"])
+    return {
+        "linears": len(found),
+        "weights": sum(event["shape"][0] * event["shape"][1] for event in found.values()),
+        "violations": sum(event["violations"] for event in found.values()),
+        "max_gap": found[worst]["max_gap"],
+        "worst": worst,
+    }
+
+
+class _Recheck:
+    """Stands in for rounding in the block loop: puts the stored values in place and certifies them."""
+
+    def __init__(self, job: Job, stored: StoredCodes, events: dict[str, dict[str, Any]], estimator: Estimator | None) -> None:
+        self.job, self.stored, self.events, self.estimator = job, stored, events, estimator
+        self.places = {f"{job.walk.prefix(i)}.{name}": (i, name) for i in range(len(job.walk)) for name in job.walk.layout.linears}
+
+    def __call__(self, linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
+        import torch
+
+        from bakron.kron import Kron
+        from bakron.pipeline import Rounded, damped
+        from bakron.solver import certify
+
+        i, within = self.places[name]
+        codes, grid = self.stored.linear(i, within)
+        values, W = grid.values(codes), linear.weight.detach().float().cpu()
+        if kron is None:
+            kron = Kron(torch.eye(W.shape[1]))
+        else:
+            chosen = self.events[name].get("gate", {}).get("chosen", "two-sided")
+            if chosen == "unweighted":
+                kron = Kron(self.estimator.unweighted[within])  # type: ignore[union-attr]
+            elif chosen == "one-sided" or recipe.method != "bakron":
+                kron = Kron(kron.A)
+            kron, _ = damped(kron, recipe, name)
+        proof = certify(values, W, kron, grid)
+        linear.weight.data.copy_(values)
+        event = {"linear": name, "shape": list(W.shape), "violations": proof.violations, "max_gap": proof.max_gap}
+        return Rounded(values, codes, grid, event)
+
+
+def _read(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Summary and events by linear of a finished run."""
+    folder = target / rundir.FOLDER
+    if not (folder / "summary.json").is_file():
+        raise OutputError(f"{target} is no finished run: it has no {rundir.FOLDER}/summary.json", "an output directory of bakron quantize")
+    try:
+        summary = json.loads((folder / "summary.json").read_text("utf-8"))
+        events = {event["linear"]: event for event in rundir.Events.read(folder / "events.jsonl")}
+        return {"model": str(summary["model"])}, events
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OutputError(f"the records in {folder} cannot be read: {error!r}", "an output directory of bakron quantize") from error
