@@ -435,6 +435,7 @@ def test_summary_adds_up(method, quantize):
         "quantized": quantized,
         "kept": every - quantized,
         "quantized_percent": round(100 * quantized / every, 2),
+        "kept_percent": round(100 - 100 * quantized / every, 2),
     }
     assert (summary["model"].endswith("/model"), summary["dtype"], summary["threads"]) == (True, "float32", torch.get_num_threads())
     assert 1e8 < summary["peak_memory_bytes"] < 1e12
