@@ -632,7 +632,7 @@ REFUSALS = {
     "method": (
         dict(method="bakrom"),
         RecipeError,
-        "method is 'bakrom'; expected rtn, gptq, bakron, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps bakron is meant.",
+        "method is 'bakrom'; expected rtn, gptq, bakron, boa, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps bakron is meant.",
     ),
     "group size": (
         dict(group_size=64),
