@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
+import os
 import statistics
 import threading
 import time
@@ -16,7 +19,7 @@ from torch import Tensor
 from bakron.errors import BakronError, RecipeError
 from bakron.grids import UniformGrid
 from bakron.kron import Factor, Kron
-from bakron.solver import METHODS, Solution, certify, solve
+from bakron.solver import METHODS, certify, solve
 
 SIZES = (256, 512, 1024, 2048, 4096)
 SHAPES = ((576, 1536), (1536, 576), (4096, 1024))  # outputs x inputs of real models' linears
@@ -89,12 +92,16 @@ def _measure(
             add(name, _timed(lambda: _stopwatch(lambda: textbook_gptq(W, kron.A.H.float(), grid)), repeats))
             continue
         method, against = ("tiled", Kron(kron.A)) if name == ONE_SIDED else (name, kron)
-        found, extra = _watched(W, against, grid, method)
+        found = solve(W, against, grid, method=method)
         proof = certify(found.values, W, against, grid)
         if proof.violations:
             raise CertificateError(f"{name} at {m} x {n}: {proof.violations} entries are not nearest to their targets", "none")
-        runs = [found.seconds] if found.seconds > 5 else _sweeps(W, against, grid, method, repeats)
+        if found.seconds > 5:
+            add(name, [found.seconds], violations=proof.violations, loss=found.loss)
+            continue
+        extra = _extra_memory(W, against, grid, method)
         arrays = None if extra is None else round(extra / (4 * m * n), 2)
+        runs = _sweeps(W, against, grid, method, repeats)
         add(name, runs, violations=proof.violations, loss=found.loss, extra_arrays=arrays)
 
 
@@ -175,38 +182,48 @@ def _timed(once: Callable[[], float], repeats: int) -> list[float]:
     return [once() for _ in range(repeats)]
 
 
+def _forget(kron: Kron) -> None:
+    for factor in (kron.A, kron.B):
+        if factor is not None:
+            factor.forget()
+
+
 def _sweeps(W: Tensor, kron: Kron, grid: UniformGrid, method: str, repeats: int) -> list[float]:
     """Seconds of sweeps that find the factors computed but no kernel's layout of them made."""
     seconds = []
     for _ in range(repeats):
-        for factor in (kron.A, kron.B):
-            if factor is not None:
-                factor.forget()
+        _forget(kron)
         seconds.append(solve(W, kron, grid, method=method).seconds)
     return seconds
 
 
-def _watched(W: Tensor, kron: Kron, grid: UniformGrid, method: str) -> tuple[Solution, float | None]:
-    """A solve, and by how many bytes resident memory rose above its start and its result at the peak; None where /proc is missing."""
+def _extra_memory(W: Tensor, kron: Kron, grid: UniformGrid, method: str) -> float | None:
+    """By how many bytes resident memory rises above its start and the result during a solve; None where the system does not tell."""
     statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return solve(W, kron, grid, method=method), None
-    page = 4096
+    _forget(kron)
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free already must not hide what is asked for
+    except (OSError, AttributeError):
+        return None
     peak, done = 0, threading.Event()
+
+    def resident() -> int:
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def watch() -> None:
         nonlocal peak
         while not done.is_set():
-            peak = max(peak, int(statm.read_text().split()[1]) * page)
+            peak = max(peak, resident())
             done.wait(0.002)
 
-    before = int(statm.read_text().split()[1]) * page
+    before = resident()
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     found = solve(W, kron, grid, method=method)
     done.set()
     watcher.join()
-    return found, max(0.0, peak - before - found.values.nbytes - found.codes.nbytes)
+    return max(0.0, peak - before - found.values.nbytes - found.codes.nbytes)
 
 
 def _expected(rows: list[dict[str, Any]], name: str, m: int, n: int) -> float:

@@ -14,7 +14,7 @@ import typer
 
 from bakron import __version__
 from bakron.config import Recipe
-from bakron.errors import BakronError
+from bakron.errors import BakronError, OutputError, RecipeError
 
 app = typer.Typer(
     help="Quantize language models against a two-sided Hessian (BaKron), at the cost of GPTQ.\n\n"
@@ -75,10 +75,8 @@ def evaluate(
     """Perplexity of MODEL and, with --reference, KL divergence from the original (nats per token) and agreement of the most likely token."""
     from bakron import api
     from bakron.display import Display
-    from bakron.errors import OutputError
 
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise OutputError(f"--json {json_file} cannot be written", "a file in an existing directory")
+    _check_json(json_file)
     with Display(quiet) as display:
         result = api.evaluate(
             model,
@@ -96,6 +94,43 @@ def evaluate(
     if result["kl"] is not None:
         typer.echo(f"kl         {result['kl']:.5f} nats per token\nagreement  {100 * result['agreement']:.2f} %")
     typer.echo(f"tokens     {result['tokens']:,} in {result['sequences']} windows of {result['length']}")
+
+
+bench = typer.Typer(help="Time bakron on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("solver")
+def bench_solver(
+    sizes: Annotated[
+        str, typer.Option(help="Sizes: N for a square weight, MxN for M outputs and N inputs; separated by commas.")
+    ] = "512,1024,2048,4096",
+    methods: Annotated[str | None, typer.Option(help="Schedules, separated by commas. Default: all but naive.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs that a median is taken of.")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Time the solver's schedules beside one matrix product of the same size; every result is certified before its time is printed."""
+    from bakron import bench as benchmark
+
+    _check_json(json_file)
+    parsed = [_size(text) for text in sizes.split(",")]
+    found = benchmark.run(parsed, methods.split(",") if methods else None, repeats=repeats, report=typer.echo)
+    if found["exponents"]:
+        typer.echo("seconds grow with size to the power of: " + ", ".join(f"{name} {value}" for name, value in found["exponents"].items()))
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
+def _size(text: str) -> int | tuple[int, int]:
+    parts = text.strip().lower().split("x")
+    if len(parts) > 2 or not all(part.isdecimal() and 0 < int(part) <= 65536 for part in parts):
+        raise RecipeError(f"size {text!r}", "N or MxN, whole numbers up to 65536, such as 1024 or 1536x576")
+    return int(parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
+
+
+def _check_json(json_file: Path | None) -> None:
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise OutputError(f"--json {json_file} cannot be written", "a file in an existing directory")
 
 
 def main() -> None:

@@ -51,11 +51,12 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(str(size) for size in bench.SIZES), help="square sizes, comma-separated")
     parser.add_argument("--shapes", default=",".join(f"{m}x{n}" for m, n in bench.SHAPES), help="shapes MxN, comma-separated")
     parser.add_argument("--methods", default=None, help="schedules, comma-separated")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds; slower schedules are left out at a size")
     parser.add_argument("--json", type=Path, default=RESULTS / "solver.json")
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",") if size]
     shapes = [tuple(int(k) for k in shape.split("x")) for shape in options.shapes.split(",") if shape]
-    found = bench.run([*sizes, *shapes], options.methods.split(",") if options.methods else None)
+    found = bench.run([*sizes, *shapes], options.methods.split(",") if options.methods else None, limit=options.limit)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     described = {"machine": machine.describe(), "date": time.strftime("%Y-%m-%d"), **found}
     options.json.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")

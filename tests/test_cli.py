@@ -204,3 +204,20 @@ def test_asymmetric_flag(place, tmp_path):
     assert (call.status, call.err) == (0, "")
     recipe = json.loads((tmp_path / "out" / "bakron" / "summary.json").read_text())["recipe"]
     assert (recipe["symmetric"], recipe["group_size"], recipe["format"], recipe["method"]) == (False, None, "dense", "rtn")
+
+
+def test_bench_solver_prints_and_writes_its_figures(tmp_path):
+    file = tmp_path / "bench.json"
+    call = Call("bench", "solver", "--sizes", "64,48x96", "--methods", "tiled", "--repeats", "1", "--json", file)
+    assert call.status == 0, call.err
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["name"] == "tiled"]
+    assert {(row["m"], row["n"]) for row in rows} == {(64, 64), (48, 96)}
+    assert all(row["violations"] == 0 and row["seconds"] > 0 for row in rows) and "tiled" in call.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--sizes", "12y"], "size '12y'"), (["--sizes", "8", "--methods", "magic"], "solver method 'magic'")]
+)
+def test_bench_solver_refuses_what_is_no_size_or_method(arguments, words):
+    call = Call("bench", "solver", *arguments)
+    assert call.status == 2 and words in call.err and "Traceback" not in call.err

@@ -81,11 +81,12 @@ def fit_scale(W: Tensor, weights: Tensor, widest: Tensor, rounding: Rounding, sn
     widest = snap(torch.where(widest > 0, widest, torch.ones_like(widest)))  # a zero group: any scale codes it as zeros
     if not search:
         return widest[..., 0]
-    best, scale = torch.full_like(widest, torch.inf), widest
+    best, scale, unit = torch.full_like(widest, torch.inf), widest, widest
 
     def consider(candidate: Tensor) -> None:
         nonlocal best, scale
-        err = (weights * (rounding(W / candidate) * candidate - W).square_()).sum(-1, keepdim=True)
+        residual = (rounding(W / candidate) * candidate - W).div_(unit)  # in steps, so that squares of tiny weights do not vanish
+        err = (weights * residual.square_()).sum(-1, keepdim=True)
         better = err < best
         best, scale = torch.where(better, err, best), torch.where(better, candidate, scale)
 

@@ -118,7 +118,7 @@ def _fit_asymmetric(W: Tensor, weights: Tensor, low: int, high: int, snap: Snap,
 
     def error(scale: Tensor, zero: Tensor) -> Tensor:
         codes = ((W / scale).round() + zero).clamp_(low, high)
-        return (weights * ((codes - zero) * scale - W).square_()).sum(-1, keepdim=True)
+        return (weights * ((codes - zero) * scale - W).div_(span).square_()).sum(-1, keepdim=True)
 
     scale = snap(span / (high - low))
     zero = zero_of(scale, 1.0)
