@@ -10,7 +10,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -q
 READY := .venv/.installed
 MODEL := .venv/.model
 
-.PHONY: help demo test check bench bench-solver bench-quality clean
+.PHONY: help demo test check bench bench-solver bench-quality bench-hessian clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -40,6 +40,9 @@ bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=
 	  echo "bench-quality: no text at $$file. Give two text files: make bench-quality CALIBRATION=valid.txt EVALUATION=test.txt" >&2; \
 	  exit 2; }; done
 	$(RUN) benchmarks/quality.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)"
+
+bench-hessian: $(MODEL)  ## every Hessian with every factorisation; CALIBRATION, EVALUATION as above, ROWS="a;b" chooses rows
+	$(RUN) benchmarks/hessian.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(ROWS),--rows "$(ROWS)")
 
 clean:  ## remove the environment, caches and demo output
 	rm -rf .venv build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -16,11 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bakron.errors import RecipeError
 
-Method = Literal["rtn", "gptq", "bakron", "yaqa", "bakron-mlp-local", "bakron-fully-local", "bakron-backprop"]
-Hessian = Literal["input", "attention-local", "value-local", "mlp-local", "fully-local", "backprop"]
+Method = Literal["rtn", "gptq", "bakron", "boa", "yaqa", "bakron-mlp-local", "bakron-fully-local", "bakron-backprop"]
+Hessian = Literal["input", "attention-local", "value-local", "heads-local", "mlp-local", "fully-local", "backprop"]
 PRESETS: dict[str, dict[str, Any]] = {  # methods that are short for settings of method bakron
     # Tseng et al. 2025 with sketch B: both factors of the original model, one step on whole sequences. Order and levels stay ours.
     "yaqa": {"hessian": "backprop", "factor": "sequence", "inputs": "original", "damping": "mean", "damp_a": 0.01, "damp_b": 0.01},
+    # Kim et al. 2025: each head's scores and output; per-head curvatures are averages, so K-FAC. Order and levels stay ours.
+    "boa": {"hessian": "heads-local", "factor": "kfac", "damping": "mean", "damp_a": 0.01, "damp_b": 0.01},
     # The variants of Birnick and Saab 2026; factor shampoo, theirs that usually wins.
     "bakron-mlp-local": {"hessian": "mlp-local", "factor": "shampoo"},
     "bakron-fully-local": {"hessian": "fully-local", "factor": "shampoo"},
@@ -51,14 +53,14 @@ class Recipe(BaseModel):
         "bakron",
         description="How weights are rounded: rtn = each to its nearest level; gptq = with error feedback along the inputs of a layer; "
         "bakron = with error feedback along inputs and outputs. Short for bakron with that hessian and factor shampoo: bakron-mlp-local, "
-        "bakron-fully-local, bakron-backprop; for bakron with backprop, sequence, original inputs and mean damping 0.01: yaqa. Settings given "
-        "beside one of these win over it.",
+        "bakron-fully-local, bakron-backprop. With mean damping 0.01: boa, for heads-local and kfac; yaqa, for backprop, sequence and original "
+        "inputs. Settings given beside one of these win over it.",
     )
     hessian: Hessian | None = Field(
         None,
         description="What measures the harm of an error: input = the inputs of each layer alone; attention-local = attention scores, for q and "
-        "k; value-local = attention output, for v; mlp-local = MLP output, for up and gate; fully-local = these together (other layers: "
-        "input); backprop = gradients of the whole model's loss. Default: input for gptq, backprop for bakron.",
+        "k; value-local = attention output, for v; heads-local = both of these; mlp-local = MLP output, for up and gate; fully-local = all of these (other "
+        "layers: input); backprop = gradients of the whole model's loss. Default: input for gptq, backprop for bakron.",
     )
     factor: str | None = Field(
         None,

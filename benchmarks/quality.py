@@ -23,7 +23,8 @@ from machine import RESULTS, demo_model, describe
 
 from bakron import config, data, rundir
 from bakron.evaluation import compare
-from bakron.hessian import BackpropEstimator, InputEstimator
+from bakron.hessian import ESTIMATORS
+from bakron.hessian.factor import FACTORS, weighting
 from bakron.models import load as models
 from bakron.models.walk import Walk
 from bakron.pipeline import Clock, Rounded, bits_per_weight, run
@@ -92,15 +93,18 @@ def _row(
         counts["weights"] += sum(one.codes.numel() for one in rounded.values())
         counts["scales"] += sum(one.grid.scale.numel() for one in rounded.values())
 
-    estimator = None
+    estimator, held = None, max(1, len(ids) // 8) if recipe.gate else 0
     start = time.perf_counter()
-    if recipe.hessian == "input":
-        estimator = InputEstimator(walk)
-    elif recipe.hessian == "backprop":
-        folder = store / f"seed{seed}-{'weighted' if recipe.factor == 'shampoo' else 'plain'}"
-        estimator = BackpropEstimator(walk, ids, folder, factor=recipe.factor or "mixed", seed=seed)
+    if recipe.hessian == "backprop":
+        options = dict(labels=recipe.labels or "sampled", clip=recipe.clip, skip=int(recipe.skip_first), held=held)
+        folder = store / f"seed{seed}-{_pass_name(recipe)}"
+        estimator = ESTIMATORS["backprop"](walk, ids, folder, factor=recipe.factor or "mixed", seed=seed, **options)
+    elif recipe.hessian is not None:
+        factor = {} if recipe.hessian == "input" else {"factor": recipe.factor}
+        estimator = ESTIMATORS[recipe.hessian](walk, skip=int(recipe.skip_first), **factor)
     gradients = time.perf_counter() - start
-    run(walk, recipe, dtype=torch.bfloat16, clock=clock, ids=None if estimator is None else ids, estimator=estimator, keep=keep)
+    used = None if estimator is None else ids[: len(ids) - held]
+    run(walk, recipe, dtype=torch.bfloat16, clock=clock, ids=used, estimator=estimator, keep=keep)
     result = compare(model, windows, original)
     bits = bits_per_weight(levels, 16, 0, counts["weights"], counts["scales"])
     return {
@@ -113,6 +117,20 @@ def _row(
         | {"gradient pass, if not shared": round(gradients, 2)},
         **result,
     }
+
+
+def _pass_name(recipe: config.Recipe) -> str:
+    """Settings with one name share a gradient pass."""
+    factor = recipe.factor or "mixed"
+    name = "plain" if factor in ("kfac", "mixed") else "weighted" if weighting(factor) == FACTORS["shampoo"] else factor.replace(":", "-")
+    clipped = recipe.clip is not None and weighting(factor).b_by_input
+    extras = [
+        recipe.labels == "empirical" and "empirical",
+        clipped and f"clip{recipe.clip}",
+        recipe.skip_first and "skip",
+        recipe.gate and "held",
+    ]
+    return "-".join([name, *(extra for extra in extras if extra)])
 
 
 def table(study: dict[str, Any]) -> str:

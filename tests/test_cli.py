@@ -82,7 +82,7 @@ BAD = {
     ),
     "unknown method": (
         ["quantize", "{model}", "{out}", "--method", "bakrom"],
-        "method is 'bakrom'; expected rtn, gptq, bakron, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps bakron is meant.",
+        "method is 'bakrom'; expected rtn, gptq, bakron, boa, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps bakron is meant.",
     ),
     "group size": (["quantize", "{model}", "{out}", "--group-size", "64"], "group size 64 does not divide the 96 inputs of down_proj; "),
     "empty text": (["quantize", "{model}", "{out}", "--data", "{place}/empty.txt"], "{place}/empty.txt is empty; expected text."),

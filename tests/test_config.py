@@ -80,7 +80,7 @@ def test_frozen():
 
 
 optional = {
-    "hessian": st.sampled_from(["input", "attention-local", "value-local", "mlp-local", "fully-local", "backprop"]),
+    "hessian": st.sampled_from(["input", "attention-local", "value-local", "heads-local", "mlp-local", "fully-local", "backprop"]),
     "factor": st.sampled_from(["kfac", "shampoo", "shampoo:3", "mixed", "sequence", "kl", "kl:12"]),
     "labels": st.sampled_from(["sampled", "empirical"]),
     "clip": st.sampled_from([0.5, 0.99]),
@@ -131,6 +131,10 @@ def test_presets_are_short_for_settings_and_give_way_to_those_given():
         "mean",
         0.01,
         0.01,
+    )
+    assert (
+        Recipe(method="boa").resolve()
+        == from_dict(dict(hessian="heads-local", factor="kfac", damping="mean", damp_a=0.01, damp_b=0.01)).resolve()
     )
     assert from_dict({"method": "yaqa", "damp_b": 1.0, "factor": "kfac"}).resolve().damp_b == 1.0
     assert from_dict({"method": "bakron-backprop", "factor": "kl"}).resolve().factor == "kl"
@@ -203,7 +207,7 @@ def test_zero_points_need_the_dense_format():
     [
         (
             {"method": "gpqt"},
-            "method is 'gpqt'; expected rtn, gptq, bakron, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps gptq is meant.",
+            "method is 'gpqt'; expected rtn, gptq, bakron, boa, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps gptq is meant.",
         ),
         ({"methd": "gptq"}, "unknown key 'methd'. Perhaps method is meant."),
         ({"group-size": 32}, "unknown key 'group-size'. Perhaps group_size is meant."),

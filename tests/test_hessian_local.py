@@ -16,7 +16,13 @@ from bakron.models.attention import Attention
 from bakron.models.walk import Walk as AnyWalk
 
 T, N = 70, 2  # longer than attention's chunk of positions
-LOCAL = {"attention-local": (Q, K), "value-local": (V,), "mlp-local": (UP, GATE), "fully-local": (Q, K, V, UP, GATE)}
+LOCAL = {
+    "attention-local": (Q, K),
+    "value-local": (V,),
+    "heads-local": (Q, K, V),
+    "mlp-local": (UP, GATE),
+    "fully-local": (Q, K, V, UP, GATE),
+}
 SHAPES = {kind: {} for kind in KINDS} | {"one group": {"num_key_value_heads": 1}, "no groups": {"num_key_value_heads": 4}}
 
 
@@ -212,7 +218,7 @@ def test_hooks_and_graphs_are_gone_afterwards():
 
 def test_recipe_and_table_know_the_same_estimators():
     assert set(config.get_args(config.Hessian)) == set(ESTIMATORS) == {"input", "backprop", *LOCAL}
-    assert set(LOCAL) == {f"{part}-local" for part in PARTS} | {"fully-local"}
+    assert set(LOCAL) == {f"{part}-local" for part in PARTS} | {"heads-local", "fully-local"}
 
 
 @pytest.mark.parametrize("hessian", LOCAL)

@@ -1,5 +1,8 @@
 """Labels, clipped weights, first tokens left out, and effective sample sizes."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from test_hessian import SEED, SMALL, Walk, assert_near, autograd, inputs_of_blocks, second_moment, tokens
@@ -242,3 +245,22 @@ def test_share_of_the_trace_in_the_largest_eigenvalues():
     factor = Factor((H + H.T) / 2)
     assert factor.top_share(0.1) == pytest.approx(39 / 210) and factor.top_share(0.12) == pytest.approx(57 / 210)
     assert factor.top_share(1.0) == pytest.approx(1)
+
+
+# --- the study of Hessians ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_knows_every_hessian_and_every_factorisation():
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    import hessian
+    import quality
+
+    resolved = {name: config.from_dict({"levels": 7, **row}).resolve() for name, row in hessian.rows().items()}
+    assert {recipe.hessian for recipe in resolved.values()} == set(ESTIMATORS)
+    assert {recipe.factor for recipe in resolved.values()} == {None, "kfac", "shampoo", "shampoo:3", "mixed", "sequence", "kl"}
+    passes = {}
+    for recipe in resolved.values():
+        if recipe.hessian == "backprop":
+            clip = recipe.clip if weighting(recipe.factor).b_by_input else None
+            key = (tuple(weighting(recipe.factor).b_key.values()), recipe.labels, clip, recipe.skip_first, recipe.gate)
+            assert passes.setdefault(quality._pass_name(recipe), key) == key  # one name, one gradient pass

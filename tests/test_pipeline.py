@@ -436,6 +436,7 @@ def test_summary_adds_up(method, quantize):
         "quantized": quantized,
         "kept": every - quantized,
         "quantized_percent": round(100 * quantized / every, 2),
+        "kept_percent": round(100 - 100 * quantized / every, 2),
     }
     assert (summary["model"].endswith("/model"), summary["dtype"], summary["threads"]) == (True, "float32", torch.get_num_threads())
     assert 1e8 < summary["peak_memory_bytes"] < 1e12
@@ -632,7 +633,7 @@ REFUSALS = {
     "method": (
         dict(method="bakrom"),
         RecipeError,
-        "method is 'bakrom'; expected rtn, gptq, bakron, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps bakron is meant.",
+        "method is 'bakrom'; expected rtn, gptq, bakron, boa, yaqa, bakron-mlp-local, bakron-fully-local or bakron-backprop. Perhaps bakron is meant.",
     ),
     "group size": (
         dict(group_size=64),

@@ -36,6 +36,7 @@ class Estimator(Protocol):
 ESTIMATORS: dict[str, Callable[..., Any]] = {
     "input": InputEstimator,
     **{f"{name}-local": partial(LocalEstimator, parts=(name,)) for name in PARTS},
+    "heads-local": partial(LocalEstimator, parts=("attention", "value")),
     "fully-local": partial(LocalEstimator, parts=tuple(PARTS)),
     "backprop": BackpropEstimator,
 }
