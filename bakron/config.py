@@ -98,7 +98,7 @@ class Recipe(BaseModel):
     scale: Scale | None = Field(
         None,
         description="How a group's scale is chosen: absmax = its largest weight fits; mse = least squared error; curvature = least squared "
-        "error, each weight counting as much as its input matters. Default: mse for rtn, else curvature.",
+        "error, each weight counting as much as its input matters. Default: absmax for rtn, else curvature.",
     )
     damping: Damping | None = Field(
         None,
@@ -200,7 +200,7 @@ class Recipe(BaseModel):
             return self.model_copy(update={"method": "bakron", **open_}).resolve()
         _refuse_idle(self)
         levels, bits = _levels(self.levels, self.bits)
-        filled: dict[str, Any] = {"levels": levels, "bits": bits, "scale": self.scale or ("mse" if self.method == "rtn" else "curvature")}
+        filled: dict[str, Any] = {"levels": levels, "bits": bits, "scale": self.scale or ("absmax" if self.method == "rtn" else "curvature")}
         if self.method != "rtn":
             filled["hessian"] = self.hessian or ("input" if self.method == "gptq" else "backprop")
             filled["damping"] = self.damping or "diagonal"
@@ -248,7 +248,7 @@ def _refuse_idle(recipe: Recipe) -> None:
             do=f"Drop {_and(given)}, or choose another method",
         )
     if method == "rtn" and recipe.scale == "curvature":
-        raise RecipeError("scale is curvature, but method rtn has no Hessian to take curvature from", "scale mse or absmax")
+        raise RecipeError("scale is curvature, but method rtn has no Hessian to take curvature from", "scale absmax or mse")
     if method == "bakron" and recipe.hessian == "input":
         raise RecipeError(
             "method bakron with hessian input has no output factor, so it would be GPTQ",

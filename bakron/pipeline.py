@@ -143,7 +143,7 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
     if kron is not None:
         kron, raised = damped(kron if recipe.method == "bakron" else Kron(kron.A), recipe, name)
     factored = time.perf_counter()
-    grid = UniformGrid.fit(W, recipe.levels, recipe.group_size, recipe.scale or "mse", recipe.symmetric, kron, dtype=dtype)
+    grid = UniformGrid.fit(W, recipe.levels, recipe.group_size, recipe.scale or "absmax", recipe.symmetric, kron, dtype=dtype)
     fitted = time.perf_counter()
     event: dict[str, Any] = {"linear": name, "method": recipe.method, "shape": list(W.shape)}
     if kron is None:

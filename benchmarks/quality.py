@@ -38,8 +38,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "gptq + A weighted by gradients": {"method": "gptq", "hessian": "backprop"},
     "bakron": {"method": "bakron"},
     # the data-free floor
+    "rtn, mse scales": {"method": "rtn", "scale": "mse"},
     "rtn": {"method": "rtn"},
-    "rtn absmax": {"method": "rtn", "scale": "absmax"},
     # what loses, or might
     "bakron, textbook damping": {"method": "bakron", **TEXTBOOK, "damp_b": 0.01},
     "bakron, damp B 0.1": {"method": "bakron", "damp_b": 0.1},

@@ -25,7 +25,7 @@ def refusal(call, *args, **kwargs):
     [
         (
             "rtn",
-            dict(hessian=None, factor=None, scale="mse", damping=None, damp_a=None, damp_b=None, inputs=None),
+            dict(hessian=None, factor=None, scale="absmax", damping=None, damp_a=None, damp_b=None, inputs=None),
         ),
         (
             "gptq",
@@ -174,7 +174,7 @@ def test_rtn_names_all_idle_choices_at_once():
 
 def test_rtn_has_no_curvature():
     message = refusal(from_dict({"method": "rtn", "scale": "curvature"}).resolve)
-    assert "no Hessian to take curvature from" in message and "expected scale mse or absmax" in message
+    assert "no Hessian to take curvature from" in message and "expected scale absmax or mse" in message
 
 
 @pytest.mark.parametrize("values", [{"method": "gptq"}, {"method": "gptq", "hessian": "input"}])
