@@ -23,7 +23,6 @@ from bakron.solver import METHODS, certify, solve
 
 SIZES = (256, 512, 1024, 2048, 4096)
 SHAPES = ((576, 1536), (1536, 576), (4096, 1024))  # outputs x inputs of real models' linears
-FAST = ("tiled", "bakron")  # schedules of cubic work; the others are expected to grow with the fourth power
 ONE_SIDED, TEXTBOOK = "tiled, B = I", "textbook GPTQ, one-sided"
 SMALLEST_OF_FIT = 256
 

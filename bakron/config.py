@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -200,7 +199,11 @@ class Recipe(BaseModel):
             return self.model_copy(update={"method": "bakron", **open_}).resolve()
         _refuse_idle(self)
         levels, bits = _levels(self.levels, self.bits)
-        filled: dict[str, Any] = {"levels": levels, "bits": bits, "scale": self.scale or ("absmax" if self.method == "rtn" else "curvature")}
+        filled: dict[str, Any] = {
+            "levels": levels,
+            "bits": bits,
+            "scale": self.scale or ("absmax" if self.method == "rtn" else "curvature"),
+        }
         if self.method != "rtn":
             filled["hessian"] = self.hessian or ("input" if self.method == "gptq" else "backprop")
             filled["damping"] = self.damping or "diagonal"
@@ -428,17 +431,3 @@ def dump(recipe: Recipe) -> str:
     import yaml
 
     return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
-
-
-def fingerprint(recipe: Recipe, **extra: Any) -> str:
-    """Identify a run: equal recipes and equal extras give equal fingerprints.
-
-    Args:
-        recipe: The recipe, normally resolved.
-        extra: Whatever else the result depends on, as values that JSON can hold (digest of the data, of the weights, versions).
-
-    Returns:
-        64 hexadecimal digits (SHA-256 over canonical JSON).
-    """
-    text = json.dumps({"recipe": recipe.model_dump(), "extra": extra}, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
