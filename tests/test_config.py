@@ -294,3 +294,9 @@ def test_wrong_override_does_not_blame_the_file(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("bits: 3\n")
     assert refusal(config.load, path, seed=-1) == "seed is -1; expected a whole number of at least 0."
+
+
+def test_recipe_error_keeps_its_parts():
+    with pytest.raises(RecipeError) as caught:
+        from_dict({"bits": 9})
+    assert (caught.value.saw, caught.value.expected) == ("bits is 9", "a whole number from 2 to 8")
