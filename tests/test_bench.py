@@ -29,6 +29,16 @@ def test_what_takes_too_long_is_left_out_and_said():
     assert any("left out" in line for line in lines)
 
 
+def test_what_others_measure_stands_beside():
+    def other(W, kron, grid):
+        return [("another library", [3.0, 1.0, 2.0], {"version": "1.2", "shape": (*W.shape, len(kron.A.H), grid.levels)})]
+
+    found = bench.run([(16, 32)], ["tiled"], repeats=1, report=lambda line: None, beside=other)
+    product, row = found["rows"][0], found["rows"][-1]
+    assert row["name"] == "another library" and row["version"] == "1.2" and row["shape"] == (16, 32, 32, 7)
+    assert row["seconds"] == 2.0 and row["ratio"] == pytest.approx(2.0 / product["seconds"], rel=1e-3)
+
+
 def test_a_wrong_schedule_is_not_timed(monkeypatch):
     def wrong(W, kron, grid):
         codes = solve(W, kron, grid).codes.clone()
