@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bakron.grids import CodebookGrid, E8Grid, UniformGrid
     from bakron.hessian import ESTIMATORS, FACTORS
     from bakron.kron import Factor, Kron
+    from bakron.recheck import certify_run
     from bakron.solver import METHODS, Certificate, Solution, certify, polish, refit, solve
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "Solution",
     "UniformGrid",
     "certify",
+    "certify_run",
     "evaluate",
     "polish",
     "quantize",
@@ -47,6 +49,7 @@ _ROOMS = {
     "bakron.grids": ["CodebookGrid", "E8Grid", "UniformGrid"],
     "bakron.hessian": ["ESTIMATORS", "FACTORS"],
     "bakron.kron": ["Factor", "Kron"],
+    "bakron.recheck": ["certify_run"],
     "bakron.solver": ["METHODS", "Certificate", "Solution", "certify", "polish", "refit", "solve"],
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

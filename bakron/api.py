@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from bakron.models import load as models
 
 if TYPE_CHECKING:
     from bakron.config import Recipe
+    from bakron.hessian import Estimator
     from bakron.pipeline import Clock, Rounded
 
 Progress = Callable[[str, int, int], None]
@@ -61,40 +63,23 @@ def quantize(
         corpus.check(recipe.data)
 
     from bakron.export.card import model_card
-    from bakron.pipeline import Clock, run
+    from bakron.pipeline import Clock
 
     clock = Clock()
     with clock.stage("load"):
         job = prepare(source, recipe, log)
-    with clock.stage("hessian"):
-        estimator, temporary = make_estimator(job, target, progress)
-    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(recipe))
-    events = rundir.Events(target / rundir.FOLDER / "events.jsonl")
-    counts = {"quantized": 0, "scales": 0, "raised": 0}
-    chosen: dict[str, int] = {}
-
-    def keep(i: int, rounded: dict[str, Rounded]) -> None:
-        rundir.write_tensors(rundir.codes_file(target, i), codes_of(rounded))
-        for one in rounded.values():
-            events.write(one.event)
-            if "gate" in one.event:
-                chosen[one.event["gate"]["chosen"]] = chosen.get(one.event["gate"]["chosen"], 0) + 1
-            counts["quantized"] += one.codes.numel()
-            counts["scales"] += one.grid.scale.numel()
-            counts["raised"] += one.event.get("damping_raised", False)
-        if temporary is not None:
-            (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)
-
-    run(job.walk, recipe, dtype=job.dtype, clock=clock, ids=job.used, estimator=estimator, keep=keep, progress=progress)
+    counts, chosen = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int]()
+    try:
+        estimator = _round(job, target, clock, counts, chosen, progress)
+    except BaseException:
+        rundir.discard(target)  # half a run cannot be continued, and would be in the way of the next
+        raise
     with clock.stage("write"):
-        if temporary is not None:
-            (temporary / "manifest.json").unlink(missing_ok=True)
-            temporary.rmdir()
         stored_bits = _export(target, job)
     if counts["raised"]:
         log(f"warning: damping had to be raised for {counts['raised']} linears (damping_raised in events.jsonl); more sequences would help")
     passes = getattr(estimator, "passes", None)
-    summary = _summary(job, str(model), counts, stored_bits, clock, time.perf_counter() - start) | {
+    summary = _summary(job, counts, stored_bits, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
         "gate": {"held_out_sequences": job.held, "chosen": chosen} if job.held else None,
     }
@@ -155,10 +140,44 @@ def evaluate(
     return evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
 
 
+def _round(job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen: dict[str, int], progress: Progress) -> Estimator | None:
+    """Run estimator and block loop; leaves recipe, codes and events in the output directory, and counts of what happened in the dictionaries."""
+    import torch
+
+    from bakron.pipeline import run
+    from bakron.solver import tiled
+
+    recipe = job.recipe
+    with clock.stage("load"):
+        if recipe.method != "rtn":
+            tiled.ready(torch.float32)  # compiled once and cached on disk; no part of the solver's time
+    with clock.stage("hessian"):
+        estimator, temporary = make_estimator(job, target, progress)
+    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(recipe))
+    events = rundir.Events(target / rundir.FOLDER / "events.jsonl")
+
+    def keep(i: int, rounded: dict[str, Rounded]) -> None:
+        rundir.write_tensors(rundir.codes_file(target, i), codes_of(rounded))
+        for one in rounded.values():
+            events.write(one.event)
+            if "gate" in one.event:
+                chosen[one.event["gate"]["chosen"]] = chosen.get(one.event["gate"]["chosen"], 0) + 1
+            counts["quantized"] += one.codes.numel()
+            counts["scales"] += one.grid.scale.numel()
+            counts["raised"] += one.event.get("damping_raised", False)
+        if temporary is not None:
+            (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)
+
+    run(job.walk, recipe, dtype=job.dtype, clock=clock, ids=job.used, estimator=estimator, keep=keep, progress=progress)
+    if temporary is not None:
+        shutil.rmtree(temporary)
+    return estimator
+
+
 def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Recipe:
     if recipe is None or isinstance(recipe, str | Path):
         return config.load(recipe, **overrides).resolve()
-    return config.from_dict({**recipe.model_dump(exclude_unset=True), **overrides}).resolve()
+    return config.override(recipe.model_dump(exclude_unset=True), overrides).resolve()
 
 
 def _export(target: Path, job: Job) -> float:
@@ -179,7 +198,7 @@ def _export(target: Path, job: Job) -> float:
     return form.bits(sample, job.dtype)
 
 
-def _summary(job: Job, name: str, counts: dict[str, int], stored_bits: float, clock: Clock, total: float) -> dict[str, Any]:
+def _summary(job: Job, counts: dict[str, int], stored_bits: float, clock: Clock, total: float) -> dict[str, Any]:
     import torch
 
     import bakron
@@ -190,7 +209,8 @@ def _summary(job: Job, name: str, counts: dict[str, int], stored_bits: float, cl
     seconds = {stage: round(clock.seconds.get(stage, 0.0), 3) for stage in ("load", "calibrate", "hessian", "solve", "write")}
     zero_bits = 0 if recipe.symmetric else 8
     return {
-        "model": name,
+        "model": job.source.name if job.source.path is None else str((job.source.path / (job.source.gguf or "")).resolve()),
+        "model_sha256": job.fingerprint,
         "recipe": recipe.model_dump(),
         "calibration": None if job.tokens is None else job.tokens.record(),
         "seconds": seconds | {"total": round(total, 3)},

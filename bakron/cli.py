@@ -102,7 +102,7 @@ def certify(
     model: Annotated[str | None, typer.Option(help="The original model. Default: where the run found it.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Prove that every weight of a finished run is the grid point nearest to its target, by making the run's Hessians again.
+    """Prove that every weight of a finished run is the grid point nearest to its target, by making its Hessians again, and that the checkpoint holds just that.
 
     Costs the time of the run without its solves. Exit status 1 if a weight is not.
     """
@@ -115,7 +115,9 @@ def certify(
         f"{found['violations']} violations in {found['weights']:,} weights of {found['linears']} linears; largest gap "
         f"{found['max_gap']:.2e} of a step, at {found['worst']}"
     )
-    if found["violations"]:
+    if found["differing"]:
+        typer.echo(f"{len(found['differing'])} linears of the checkpoint are not what their codes say, first {found['differing'][0]}")
+    if found["violations"] or found["differing"]:
         raise typer.Exit(1)
 
 

@@ -126,7 +126,9 @@ class Recipe(BaseModel):
     )
     sequences: int = Field(64, ge=1, description="Number of calibration sequences. More of them make a better Hessian and a longer run.")
     length: int = Field(512, ge=2, description="Tokens per calibration sequence.")
-    seed: int = Field(0, ge=0, description="Seed of everything random: which sequences are taken, and the labels sampled for backprop.")
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description="Seed of everything random: which sequences are taken, and the labels sampled for backprop."
+    )
     device: str = Field("cpu", min_length=1, description="Where to compute: cpu, cuda, cuda:1, ...")
     format: Format = Field(
         "compressed-tensors",
@@ -380,10 +382,20 @@ def load(path: str | Path | None = None, **overrides: Any) -> Recipe:
         from_dict(values)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error.saw}", error.expected, error.do) from None
+    return override(values, overrides)
+
+
+def override(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
+    """A recipe of plain values, some of which are overridden; `levels` also displaces `bits`, and the other way round.
+
+    Raises:
+        RecipeError: As `from_dict`.
+    """
+    kept = dict(values)
     for one, other in (("levels", "bits"), ("bits", "levels")):
         if one in overrides and other not in overrides:
-            values.pop(other, None)
-    return from_dict({**values, **overrides})
+            kept.pop(other, None)
+    return from_dict({**kept, **overrides})
 
 
 def _read(path: Path) -> dict[str, Any]:

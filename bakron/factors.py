@@ -162,11 +162,12 @@ class Factor:
     @property
     def rho(self) -> float:
         """`tr(D) / tr(H)` in (0, 1]: how much of the trace is left in the pivots. 1 = diagonal, nothing for feedback to gain."""
-        return float(self.pivots.sum() / self.H.double().diagonal().sum().clamp_min(torch.finfo(torch.float64).tiny))
+        trace = self.H.double().diagonal(dim1=-2, dim2=-1).sum()
+        return float(self.pivots.sum() / trace.clamp_min(torch.finfo(torch.float64).tiny))
 
     def top_share(self, share: float) -> float:
         """Share of the trace in the largest `share` of the eigenvalues (rounded up to a whole number of them; one symmetric eigenvalue problem)."""
-        values = torch.linalg.eigvalsh(self.H).clamp_min(0).double()
+        values = torch.linalg.eigvalsh(self.H).clamp_min(0).double().flatten().sort().values
         return float(values[-math.ceil(share * self.size) :].sum() / values.sum().clamp_min(torch.finfo(torch.float64).tiny))
 
     def smallest_damping(self) -> float:

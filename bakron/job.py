@@ -39,6 +39,7 @@ class Job:
         model: Loaded in float32.
         walk: The model block by block.
         dtype: In which scales and all that is not quantized are stored.
+        fingerprint: SHA-256 of the model's original weights.
     """
 
     recipe: Recipe
@@ -48,6 +49,7 @@ class Job:
     model: Any
     walk: Walk
     dtype: torch.dtype
+    fingerprint: str
 
     @cached_property
     def held(self) -> int:
@@ -107,7 +109,7 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
         log(
             f"warning: {tokens.ids.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest linear; more sequences would help"
         )
-    return Job(recipe, source, tokenizer, tokens, model, walk, dtype)
+    return Job(recipe, source, tokenizer, tokens, model, walk, dtype, models.fingerprint(model))
 
 
 def device(name: str) -> torch.device:
@@ -157,7 +159,7 @@ def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimato
         store,
         factor=recipe.factor or "mixed",
         seed=recipe.seed,
-        fingerprint=models.fingerprint(job.model),
+        fingerprint=job.fingerprint,
         labels=recipe.labels or "sampled",
         clip=recipe.clip,
         skip=skip,
@@ -209,8 +211,13 @@ class StoredCodes:
 
         if self._block[0] != i:
             self._block = (i, rundir.read_tensors(rundir.codes_file(self.target, i)))
-        stored = self._block[1]
-        if f"{name}.codes" not in stored or f"{name}.scale" not in stored:
-            raise OutputError(f"{rundir.codes_file(self.target, i)} has no {name}", "codes and scales of every linear")
-        grid = UniformGrid(stored[f"{name}.scale"], stored.get(f"{name}.zero"), self.low, self.high, self.recipe.group_size)
-        return stored[f"{name}.codes"].to(torch.int32), grid
+        stored, groups = self._block[1], self.recipe.group_size
+        codes, scale = stored.get(f"{name}.codes"), stored.get(f"{name}.scale")
+        file = rundir.codes_file(self.target, i)
+        if codes is None or scale is None:
+            raise OutputError(f"{file} has no {name}", "codes and scales of every linear")
+        if codes.ndim != 2 or list(scale.shape) != [len(codes), codes.shape[1] // groups if groups else 1]:
+            raise OutputError(
+                f"{file}: codes {list(codes.shape)} and scales {list(scale.shape)} of {name} do not fit", "those of a finished run"
+            )
+        return codes.to(torch.int32), UniformGrid(scale, stored.get(f"{name}.zero"), self.low, self.high, groups)

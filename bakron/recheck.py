@@ -1,4 +1,4 @@
-"""Certify a finished run: make its Hessians again, and check that every stored value is the grid point nearest to its own target."""
+"""Certify a finished run: make its Hessians again and check every stored value against its own target, and the checkpoint against the stored codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bakron import config, rundir
-from bakron.errors import OutputError
+from bakron.errors import DataError, ModelError, OutputError
 from bakron.job import Job, StoredCodes, make_estimator, prepare
 from bakron.models import load as models
 
@@ -38,11 +38,13 @@ def certify_run(
         log: Called with one-line messages.
 
     Returns:
-        `{"linears", "weights", "violations", "max_gap", "worst"}`: counts, the largest excess distance over the nearest grid point in units of the
-        entry's scale, and the linear that has it.
+        `{"linears", "weights", "violations", "max_gap", "worst", "differing"}`: counts, the largest excess distance over the nearest grid point in units
+        of the entry's scale, the linear that has it, and the linears whose tensors in the checkpoint are not those of the stored codes.
 
     Raises:
-        OutputError: No finished run there.
+        OutputError: No finished run there, or one of another number of linears.
+        ModelError: The model's weights are not those that the run started from.
+        DataError: The calibration text is not the run's.
         BakronError: Whatever making the Hessians can raise.
     """
     from bakron.pipeline import Clock
@@ -53,6 +55,8 @@ def certify_run(
     recipe = config.load(target / rundir.FOLDER / "recipe.yaml").resolve()
     source = models.find(str(model or summary["model"]))
     job = prepare(source, recipe, log or (lambda _: None))
+    _same_inputs(job, summary)
+    stored = StoredCodes(target, recipe)
     found: dict[str, dict[str, Any]] = {}
 
     def keep(_: int, rounded: dict[str, Rounded]) -> None:
@@ -68,9 +72,11 @@ def certify_run(
             ids=job.used,
             estimator=estimator,
             keep=keep,
-            treat=_Recheck(job, StoredCodes(target, recipe), events, estimator),
+            treat=_Recheck(job, stored, events, estimator),
             progress=progress or (lambda *_: None),
         )
+    if found.keys() != events.keys():
+        raise OutputError(f"events.jsonl of {target} tells of {len(events)} linears, the model has {len(found)}", "the same linears")
     worst = max(found, key=lambda name: found[name]["max_gap"])
     return {
         "linears": len(found),
@@ -78,6 +84,7 @@ def certify_run(
         "violations": sum(event["violations"] for event in found.values()),
         "max_gap": found[worst]["max_gap"],
         "worst": worst,
+        "differing": _differing(target, job, stored),
     }
 
 
@@ -113,6 +120,42 @@ class _Recheck:
         return Rounded(values, codes, grid, event)
 
 
+def _same_inputs(job: Job, summary: dict[str, Any]) -> None:
+    """Refuse a model or text that is not the run's."""
+    if job.fingerprint != summary["model_sha256"]:
+        raise ModelError(f"{job.source.name} has other weights than the run started from", "the same model", "Name it with --model")
+    text = (summary["calibration"] or {}).get("sha256")
+    if job.tokens is not None and job.tokens.sha256 != text:
+        raise DataError(f"the calibration text {job.recipe.data} has changed since the run", "the same text")
+
+
+def _differing(target: Path, job: Job, stored: StoredCodes) -> list[str]:
+    """Linears whose tensors in the checkpoint's files are not what their codes encode to."""
+    import torch
+    from safetensors import safe_open
+
+    from bakron.export import FORMATS, Linear
+
+    where = {}
+    for file in sorted(target.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            where |= dict.fromkeys(opened.keys(), file)
+    differing = []
+    for i in range(len(job.walk)):
+        for name in job.walk.layout.linears:
+            module = f"{job.walk.prefix(i)}.{name}"
+            expected = FORMATS[job.recipe.format].encode(module, Linear(*stored.linear(i, name)), job.dtype)
+            for key, tensor in expected.items():
+                if key not in where:
+                    differing.append(module)
+                    break
+                with safe_open(where[key], "pt") as opened:
+                    if not torch.equal(opened.get_tensor(key), tensor):
+                        differing.append(module)
+                        break
+    return differing
+
+
 def _read(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Summary and events by linear of a finished run."""
     folder = target / rundir.FOLDER
@@ -121,6 +164,8 @@ def _read(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     try:
         summary = json.loads((folder / "summary.json").read_text("utf-8"))
         events = {event["linear"]: event for event in rundir.Events.read(folder / "events.jsonl")}
-        return {"model": str(summary["model"])}, events
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not {"model", "model_sha256", "calibration"} <= summary.keys():
+            raise KeyError("model, model_sha256, calibration")
+        return summary, events
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"the records in {folder} cannot be read: {error!r}", "an output directory of bakron quantize") from error

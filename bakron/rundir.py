@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,13 @@ def _check_writable(path: Path) -> None:
         raise OutputError(f"{ancestor} is a file", "a directory", "Choose another directory")
     if not os.access(ancestor, os.W_OK):
         raise OutputError(f"{ancestor} cannot be written", "a writable directory", "Choose another directory")
+
+
+def discard(out: Path) -> None:
+    """Remove what an unfinished run left in its output directory, and the directory if nothing else is in it."""
+    shutil.rmtree(out / FOLDER, ignore_errors=True)
+    if out.is_dir() and not any(out.iterdir()):
+        out.rmdir()
 
 
 def codes_file(out: Path, i: int) -> Path:

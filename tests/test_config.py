@@ -293,7 +293,7 @@ def test_missing_file_and_directory(tmp_path):
 def test_wrong_override_does_not_blame_the_file(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("bits: 3\n")
-    assert refusal(config.load, path, seed=-1) == "seed is -1; expected a whole number of at least 0."
+    assert refusal(config.load, path, seed=-1) == "seed is -1; expected a whole number from 0 to 9223372036854775807."
 
 
 def test_recipe_error_keeps_its_parts():

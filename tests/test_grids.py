@@ -294,3 +294,17 @@ def test_reordered_grids_keep_every_weight_s_scale():
         found, moved_values = moved.project(W[rows][:, columns])
         assert torch.equal(found, codes[rows][:, columns]) and torch.equal(moved_values, values[rows][:, columns])
         assert torch.equal(moved.values(found), moved_values)
+
+
+@pytest.mark.parametrize("table", ["iq4_nl", "lloyd-max-8"])
+def test_zero_groups_of_tables_without_a_zero_come_out_as_near_zero_as_can_be_stored(table):
+    W = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    W[1] = 0
+    _, values = CodebookGrid.fit(W, table).project(W)
+    assert float(values[1].abs().max()) < 1e-30
+
+
+def test_float16_scales_may_be_subnormal():
+    W = (torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * 3e-5).half()
+    _, values = UniformGrid.fit(W, 15, 16).project(W.float())
+    assert float((values - W.float()).norm() / W.float().norm()) < 0.15

@@ -170,3 +170,11 @@ def test_repr_says_sizes_and_damping():
         and "B=I" in repr(Kron(torch.eye(4)))
     )
     assert "B=[3, 3]" in repr(Kron(torch.eye(4), torch.eye(3)))
+
+
+def test_diagnostics_of_a_block_diagonal_factor_are_those_of_the_dense_one():
+    g = torch.Generator().manual_seed(0)
+    blocks = torch.stack([spd(4, g) for _ in range(3)])
+    heads, dense = Kron(torch.eye(2), blocks).B, Kron(torch.eye(2), torch.block_diag(*blocks)).B
+    assert heads.rho == pytest.approx(dense.rho) and 0 < heads.rho <= 1
+    assert heads.top_share(0.1) == pytest.approx(dense.top_share(0.1))

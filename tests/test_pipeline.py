@@ -733,7 +733,7 @@ def test_a_damaged_manifest_of_gradients_is_named(tmp_path, quantize):
 def test_certify_run_finds_no_violation_in_what_was_rounded_and_one_in_what_was_changed(recipe, quantize):
     run = quantize(**recipe)
     found = certify_run(run.out)
-    assert found["violations"] == 0 and found["linears"] == 14
+    assert found["violations"] == 0 and found["linears"] == 14 and found["differing"] == []
     assert found["weights"] == sum(codes.numel() for codes in run.codes.values())
     file = run.out / "bakron" / "codes" / "block_0001.safetensors"
     tensors = load_file(file)
@@ -741,9 +741,49 @@ def test_certify_run_finds_no_violation_in_what_was_rounded_and_one_in_what_was_
     codes[-1, -1] = -3 if codes[-1, -1] > 0 else 3
     save_file(tensors, file)
     found = certify_run(run.out)
+    assert found["differing"] == ["model.layers.1.mlp.down_proj"]
     assert found["violations"] == 1 and found["worst"] == "model.layers.1.mlp.down_proj" and found["max_gap"] > 0.5
 
 
 def test_certify_run_refuses_what_is_no_finished_run(tmp_path):
     with pytest.raises(OutputError, match="no finished run"):
         certify_run(tmp_path)
+
+
+def test_certify_run_refuses_another_model_or_text(quantize, place, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    run = quantize(data=str(tmp_path / "text.txt"))
+    save_tiny(tmp_path / "other", "llama", seed=1)
+    with pytest.raises(ModelError, match="other weights than the run started from"):
+        certify_run(run.out, model=tmp_path / "other")
+    (tmp_path / "text.txt").write_text(TEXT[::-1])
+    with pytest.raises(DataError, match="has changed since the run"):
+        certify_run(run.out)
+
+
+def test_a_run_that_fails_half_way_leaves_nothing_and_can_be_started_again(quantize, tmp_path, monkeypatch):
+    from bakron import pipeline
+
+    rounds = iter([pipeline.round_linear] * 9)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "round_linear", lambda *arguments: next(rounds)(*arguments))
+        with pytest.raises(StopIteration):
+            quantize()
+    assert not (tmp_path / "out0").exists()
+
+
+def test_an_override_displaces_the_other_name_of_levels(quantize):
+    assert quantize(recipe=Recipe(bits=4, group_size=32, method="rtn"), levels=7).recipe["levels"] == 7
+
+
+def test_a_store_that_lacks_a_block_or_is_damaged_is_named(quantize, tmp_path):
+    store = tmp_path / "store"
+    quantize(factors=str(store))
+    file = store / "block_0001.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "mlp.up_proj.B": tensors["mlp.up_proj.B"][:-1]}, file)
+    with pytest.raises(RecipeError, match="block_0001.safetensors is damaged"):
+        quantize(factors=str(store))
+    file.unlink()
+    with pytest.raises(RecipeError, match="block_0001.safetensors is missing"):
+        quantize(factors=str(store))

@@ -18,9 +18,9 @@ def model_card(summary: dict[str, Any]) -> str:
     recipe = summary["recipe"]
     groups = f"one scale per {recipe['group_size']} inputs" if recipe["group_size"] else "one scale per output row"
     needs = "  # needs: pip install 'compressed-tensors>=0.18'" if recipe["format"] == "compressed-tensors" else ""
+    base = "" if Path(summary["model"]).is_absolute() else f"base_model: {json.dumps(summary['model'])}\n"  # a hub name
     return f"""---
-base_model: {json.dumps(summary["model"])}
-library_name: transformers
+{base}library_name: transformers
 tags: [quantized, bakron]
 ---
 # {Path(summary["model"]).name}, {recipe["levels"]} levels

@@ -71,7 +71,9 @@ class E8Grid:
         dtype = dtype or (torch.float32 if W.dtype == torch.float64 else W.dtype)
         W = W.detach().float()
         length = W.square().mean(1, keepdim=True).sqrt()
-        length = torch.where(length > 0, length, torch.ones_like(length))
+        length = torch.where(
+            length > 0, length, torch.full_like(length, 2 * torch.finfo(dtype).tiny)
+        )  # no level is 0: as near as can be stored
         grid = cls((length / 1.03).to(dtype))
         if scale == "rms":
             return grid

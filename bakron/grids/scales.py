@@ -70,7 +70,8 @@ def snapper(form: str, dtype: torch.dtype, widest: Tensor) -> Snap:
         smallest = 2.0**-9  # the smallest subnormal: a scale may not become 0
         return lambda scale: (scale / tensor_scale).clamp(smallest, 448.0).to(torch.float8_e4m3fn).float() * tensor_scale
     limits = torch.finfo(dtype)
-    return lambda scale: scale.clamp(limits.tiny, limits.max).to(dtype).float()
+    smallest = 2.0**-24 if dtype == torch.float16 else limits.tiny  # float16 is narrow enough for its subnormals to matter
+    return lambda scale: scale.clamp(smallest, limits.max).to(dtype).float()
 
 
 def fit_scale(W: Tensor, weights: Tensor, widest: Tensor, rounding: Rounding, snap: Snap, search: bool) -> Tensor:
@@ -78,7 +79,11 @@ def fit_scale(W: Tensor, weights: Tensor, widest: Tensor, rounding: Rounding, sn
 
     Only scales that `snap` can hold are compared, so the best one is the best that can be stored.
     """
-    widest = snap(torch.where(widest > 0, widest, torch.ones_like(widest)))  # a zero group: any scale codes it as zeros
+    levels = rounding(torch.zeros_like(widest))
+    idle = torch.where(
+        levels == 0, torch.ones_like(widest), torch.zeros_like(widest)
+    )  # zeros without a level 0: as small a scale as can be stored
+    widest = snap(torch.where(widest > 0, widest, idle))
     if not search:
         return widest[..., 0]
     best, scale, unit = torch.full_like(widest, torch.inf), widest, widest

@@ -83,9 +83,10 @@ class BackpropEstimator:
             "clip": clip if self.weighting.b_by_input else None,
             "skip": skip,
             "held": held,
+            "precision": walk.precision,
         }
         self.passes: dict[str, int] | None = None
-        if not _complete(store, key):
+        if not _complete(store, key, len(walk)):
             self.passes = gradient_pass(
                 walk,
                 ids,
@@ -114,7 +115,12 @@ class BackpropEstimator:
         stored = rundir.read_tensors(block_file(self.store, i))
         shape = inputs.shape[:2]
         linears = self.walk.linears(i)
-        B = {name: Factor(unpack(stored[f"{name}.B"], linear.out_features)) for name, linear in linears.items()}
+        try:
+            B = {name: Factor(unpack(stored[f"{name}.B"], linear.out_features)) for name, linear in linears.items()}
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise RecipeError(
+                f"{block_file(self.store, i)} is damaged: {error}", "a file of a finished gradient pass", f"Remove {self.store}"
+            ) from error
         if self.held and self.weighting.a_by_gradient:
             self.unweighted = input_factors(self.walk, i, input_moments(self.walk, i, inputs, {}, skip=self.skip))
         of_b = {name: float(stored[f"{name}.effective"]) for name in linears}
@@ -169,7 +175,7 @@ class Heldout:
         return float(sum(((x @ E.to(x).T) * g).sum(-1).double().square().sum() for x, g in self._streams[name]))
 
 
-def _complete(store: Path, key: dict[str, object]) -> bool:
+def _complete(store: Path, key: dict[str, object], blocks: int) -> bool:
     """Whether `store` holds this gradient pass."""
     manifest = store / MANIFEST
     if not manifest.is_file():
@@ -187,4 +193,6 @@ def _complete(store: Path, key: dict[str, object]) -> bool:
             "the same run, or an empty directory",
             "Choose another directory",
         )
+    if missing := [str(file) for i in range(blocks) if not (file := block_file(store, i)).is_file()]:
+        raise RecipeError(f"{missing[0]} is missing", "the files of a finished gradient pass", f"Remove {store}")
     return True

@@ -67,8 +67,8 @@ def refit_scales(codes: Tensor, W: Tensor, kron: Kron, grid: ScaledGrid) -> Scal
         before, power = power, float((residual * residual / curvature).sum())
         step = residual / curvature + power / before * step
     form = getattr(grid, "scale_format", "float")
-    stored = snapper(form, grid.scale.dtype, scale)(scale.float()) if form != "float" else scale
-    stored = torch.where(scale > 0, stored, grid.scale.to(stored.dtype)).to(grid.scale.dtype)
+    scale = torch.where(scale > 0, scale, grid.scale.to(scale.dtype))
+    stored = snapper(form, grid.scale.dtype, scale)(scale.float()).to(grid.scale.dtype)
     refitted = replace(grid, scale=stored)
     better = kron.loss(refitted.values(codes, torch.float64) - W.double()) < kron.loss(grid.values(codes, torch.float64) - W.double())
     return refitted if better else grid
