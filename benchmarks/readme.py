@@ -1,4 +1,4 @@
-"""Write the README's tables from the files in results/; a test checks that they are the same."""
+"""Write the tables of the README and of the solver's page from the files in results/; a test checks that they are the same."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import demo
 import quality
 from machine import RESULTS, ROOT
+
+
+PAGES = (ROOT / "README.md", ROOT / "bakron" / "solver" / "README.md")
 
 
 def tables() -> dict[str, str]:
@@ -24,9 +28,23 @@ def tables() -> dict[str, str]:
             + f"\n\n{settings['levels']} levels, group 64, calibration {settings['sequences']} x {settings['length']} tokens of `{settings['data']}`; "
             f"on {result['machine']['threads']} cores. `core share` is the solver's part of the time."
         )
+    if (RESULTS / "solver.json").exists():
+        found["solver"] = solver_table(json.loads((RESULTS / "solver.json").read_text()))
     if (RESULTS / "quality.json").exists():
         found["quality"] = quality.table(json.loads((RESULTS / "quality.json").read_text()))
     return found
+
+
+def solver_table(result: dict[str, Any]) -> str:
+    """Medians of one run: seconds of the product, and every other row as a multiple of it."""
+    rows = {(row["m"], row["n"], row["name"]): row for row in result["rows"]}
+    shapes = list(dict.fromkeys((row["m"], row["n"]) for row in result["rows"]))
+    names = list(dict.fromkeys(row["name"] for row in result["rows"] if row["name"] != "product"))
+    lines = ["| m x n | product, s | " + " | ".join(names) + " |", "|---" * (2 + len(names)) + "|"]
+    for m, n in shapes:
+        ratios = [f"{rows[m, n, name]['ratio']:.2f}" if (m, n, name) in rows else "" for name in names]
+        lines.append(f"| {m} x {n} | {rows[m, n, 'product']['seconds']:.4f} | " + " | ".join(ratios) + " |")
+    return "\n".join(lines)
 
 
 def filled(text: str) -> str:
@@ -39,5 +57,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text("utf-8")), "utf-8")
+    for readme in PAGES:
+        readme.write_text(filled(readme.read_text("utf-8")), "utf-8")

@@ -16,8 +16,13 @@ README = (ROOT / "README.md").read_text("utf-8")
 def test_the_tables_are_those_of_the_result_files() -> None:
     import readme
 
-    assert set(readme.tables()) == {"demo", "quality"}
-    assert readme.filled(README) == README, "run python benchmarks/readme.py"
+    assert set(readme.tables()) == {"demo", "quality", "solver"}
+    for page in readme.PAGES:
+        text = page.read_text("utf-8")
+        assert readme.filled(text) == text, "run python benchmarks/readme.py"
+        assert all(f"<!-- {marker} -->\n|" in text for marker in readme.tables() if f"<!-- {marker} -->" in text)
+    together = "".join(page.read_text("utf-8") for page in readme.PAGES)
+    assert all(f"<!-- {marker} -->" in together for marker in readme.tables())
 
 
 def test_the_library_example_runs() -> None:
