@@ -131,6 +131,7 @@ def evaluate(
     from bakron import evaluation
 
     where = device_of(device)
+    log(f"loading {source.name}" + (f" and {original.name}" if original else ""))
     tokenizer = models.read_tokenizer(source)
     tokens = corpus.windows(corpus.load(data, split="evaluation"), tokenizer, length=length, sequences=sequences, seed=None)
     log(f"evaluation: {tokens.describe()}")

@@ -191,7 +191,7 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
         forms = choices or (extra["forms"] if isinstance(extra, dict) and "forms" in extra else ())
         flag = "--" + name.replace("_", "-")
         declared = (flag + "/--asymmetric",) if name == "symmetric" else (flag,)
-        default = "" if field.default is None or isinstance(field.default, bool) else f" [default: {field.default}]"
+        default = "" if field.default is None or isinstance(field.default, bool) else f" (default: {field.default})"
         options[name] = Annotated[
             (str if choices else kind) | None,  # type: ignore[operator]
             typer.Option(

@@ -38,6 +38,8 @@ class Factor:
     """
 
     def __init__(self, H: Tensor, *, damping: tuple[tuple[float, str], ...] = ()) -> None:
+        if not isinstance(H, Tensor):
+            raise ShapeError(f"a Hessian factor that is a {type(H).__name__}", "a torch tensor [k, k]", "Use torch.as_tensor")
         if H.ndim != 2 or H.shape[0] != H.shape[1] or H.shape[0] == 0:
             raise ShapeError(f"a Hessian factor of shape {list(H.shape)}", "a square matrix [k, k]")
         if not H.is_floating_point():

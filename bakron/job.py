@@ -92,6 +92,7 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
     from bakron.pipeline import check_widths
 
     where = device(recipe.device)
+    log(f"loading {source.name}")
     check_groups(models.widths(models.early_config(source)), recipe.group_size)
     tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
     tokens = None
@@ -124,9 +125,7 @@ def device(name: str) -> torch.device:
         found = torch.device(name)
         float(torch.zeros(1, device=found))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RecipeError(
-            f"device {name!r}: {str(error).splitlines()[0]}", "a device that torch can use here, such as cpu or cuda"
-        ) from error
+        raise RecipeError(f"device {name!r}: {str(error).splitlines()[0]}", "a device that torch can use here, such as cpu") from error
     return found
 
 

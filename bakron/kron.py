@@ -33,7 +33,7 @@ class Kron:
 
     def __init__(self, A: Tensor | Factor, B: Tensor | Factor | None = None) -> None:
         self.A = A if isinstance(A, Factor) else Factor(A)
-        self.B = B if isinstance(B, Factor) or B is None else HeadFactor(B) if B.ndim == 3 else Factor(B)
+        self.B = B if isinstance(B, Factor) or B is None else HeadFactor(B) if getattr(B, "ndim", 2) == 3 else Factor(B)
 
     def __repr__(self) -> str:
         """One line: sizes and damping."""

@@ -13,7 +13,6 @@ import demo
 import quality
 from machine import RESULTS, ROOT
 
-
 PAGES = (ROOT / "README.md", ROOT / "bakron" / "solver" / "README.md")
 
 

@@ -504,7 +504,7 @@ def test_damping_of_a_factor_from_few_tokens_is_raised_and_recorded(method, damp
     recipe = {**BASE, "sequences": 1, "length": 8, "method": method, "data": str(place / "text.txt"), **undamped}
     summary = bakron.quantize(place / "model", tmp_path / "out", log=log.append, **recipe)
     run = Run(tmp_path / "out", summary)
-    assert "warning: 8 calibration tokens are fewer than the 96 inputs of the widest linear" in log[1]
+    assert "warning: 8 calibration tokens are fewer than the 96 inputs of the widest linear" in log[2]
     for event in run.events:
         for side in ("a", "b") if method == "bakron" else ("a",):
             ((amount, rule),) = event["damping"][side]

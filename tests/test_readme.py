@@ -6,8 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 README = (ROOT / "README.md").read_text("utf-8")
@@ -27,11 +25,7 @@ def test_the_tables_are_those_of_the_result_files() -> None:
 
 def test_the_library_example_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    x, g = (
-        torch.randn(256, 128, generator=torch.Generator().manual_seed(0)),
-        torch.randn(256, 32, generator=torch.Generator().manual_seed(1)),
-    )
-    names = {"A": x.T @ x, "B": g.T @ g, "W": g[:32].T @ x[:32, :128]}
+    names: dict = {}
     exec(code, names)
     assert names["bakron"].certify(names["solution"].values, names["W"], names["kron"], names["grid"]).violations == 0
 

@@ -31,8 +31,10 @@ Quantized with bakron {summary["versions"]["bakron"]} by {HOW[recipe["method"]]}
 The full recipe is in `bakron/recipe.yaml`, figures of the run in `bakron/summary.json`.
 
 ```python
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("this directory"){needs}
+tokenizer = AutoTokenizer.from_pretrained("this directory")
+print(tokenizer.decode(model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=30)[0]))
 ```
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,6 +66,10 @@ def write_checkpoint(
         elif name not in tied:
             tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     save_torch_state_dict(tensors, out, max_shard_size=SHARD, metadata={"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in out.glob("*.safetensors"):
+        file.chmod(0o666 & ~mask)  # the writer makes them readable to their owner alone
     _write_companions(out, model, tokenizer, source)
     config = copy.deepcopy(model.config)
     config.dtype, config.use_cache = dtype, True
