@@ -11,11 +11,7 @@ READY := .venv/.installed
 MODEL := .venv/.model
 PEERS := .venv-peers/.installed
 
-<<<<<<< HEAD
-.PHONY: help demo test check bench bench-solver bench-quality bench-hessian clean
-=======
-.PHONY: help demo test check bench bench-solver peers bench-quality clean
->>>>>>> solver
+.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets

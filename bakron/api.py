@@ -131,10 +131,10 @@ def evaluate(
     from bakron import evaluation
 
     where = device_of(device)
-    log(f"loading {source.name}" + (f" and {original.name}" if original else ""))
     tokenizer = models.read_tokenizer(source)
     tokens = corpus.windows(corpus.load(data, split="evaluation"), tokenizer, length=length, sequences=sequences, seed=None)
     log(f"evaluation: {tokens.describe()}")
+    log(f"loading {source.name}" + (f" and {original.name}" if original else ""))
     loaded = models.read(source, torch.float32)
     models.check_length(loaded, length)
     base = None if original is None else models.read(original, torch.float32)

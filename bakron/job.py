@@ -92,8 +92,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
     from bakron.pipeline import check_widths
 
     where = device(recipe.device)
-    log(f"loading {source.name}")
     check_groups(models.widths(models.early_config(source)), recipe.group_size)
+    log(f"loading {source.name}")
     tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
     tokens = None
     if recipe.method != "rtn":
