@@ -159,7 +159,8 @@ def test_flags_win_over_the_recipe_file(run, place):
 def test_plain_lines_without_a_terminal(run, place):
     assert "\r" not in run.err + run.out and "\x1b" not in run.err + run.out
     lines = run.err.splitlines()
-    assert lines[0].startswith("calibration: 4 of 4 sequences of 32 tokens; ")
+    assert lines[0] == f"loading {place / 'model'}"
+    assert lines[1].startswith("calibration: 4 of 4 sequences of 32 tokens; ")
     assert lines[-1].startswith("quantize blocks: 2 of 2, ")
     assert len(lines) < 15  # none of transformers' bars and notes
     figures = r"61,440 weights \(78\.62 % of all parameters\) at 4\.8074 bits \(5\.0 as stored\); \d+ s, of it \d+ s Hessians, \d+ s solving \([\d.]+ %\)"

@@ -68,7 +68,7 @@ def refit_scales(codes: Tensor, W: Tensor, kron: Kron, grid: ScaledGrid) -> Scal
         step = residual / curvature + power / before * step
     form = getattr(grid, "scale_format", "float")
     scale = torch.where(scale > 0, scale, grid.scale.to(scale.dtype))
-    stored = snapper(form, grid.scale.dtype, scale)(scale.float()).to(grid.scale.dtype)
+    stored = (snapper(form, grid.scale.dtype, scale)(scale.float()) if form != "float" else scale).to(grid.scale.dtype)
     refitted = replace(grid, scale=stored)
     better = kron.loss(refitted.values(codes, torch.float64) - W.double()) < kron.loss(grid.values(codes, torch.float64) - W.double())
     return refitted if better else grid
