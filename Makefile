@@ -38,11 +38,11 @@ bench-solver: $(READY)  ## every schedule of the solver beside one matrix produc
 
 peers: $(PEERS)  ## install llm-compressor in .venv-peers, so that bench-solver times its GPTQ too
 
-bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=file choose the texts
+bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=file choose the texts, JSON=file a fresh result
 	@for file in "$(CALIBRATION)" "$(EVALUATION)"; do test -s "$$file" || { \
 	  echo "bench-quality: no text at $$file. Give two text files: make bench-quality CALIBRATION=valid.txt EVALUATION=test.txt" >&2; \
 	  exit 2; }; done
-	$(RUN) benchmarks/quality.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)"
+	$(RUN) benchmarks/quality.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(JSON),--json "$(JSON)")
 
 bench-hessian: $(MODEL)  ## every Hessian with every factorisation; CALIBRATION, EVALUATION as above, ROWS="a;b" chooses rows
 	$(RUN) benchmarks/hessian.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(ROWS),--rows "$(ROWS)")
