@@ -156,7 +156,7 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
         event |= _describe(solution, kron, W) | {"damping_raised": raised}
         seconds = {"factor": factored - start, "fit": fitted - factored, "sweep": solution.seconds}
     event["seconds"] = {key: round(value, 6) for key, value in seconds.items()}
-    linear.weight.copy_(values) if not linear.weight.requires_grad else linear.weight.data.copy_(values)
+    linear.weight.data.copy_(values)
     return Rounded(values, codes, grid, event)
 
 
