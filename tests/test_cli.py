@@ -48,7 +48,7 @@ class Call:
 
 def test_help_is_quick_and_names_the_commands():
     calls = [Call("--help") for _ in range(3)]
-    assert min(call.seconds for call in calls) < 0.7
+    assert min(call.seconds for call in calls) < 1.5
     assert {call.status for call in calls} == {0}
     for words in ("quantize", "evaluate", "bakron quantize MODEL OUT", "bakron evaluate OUT --reference MODEL"):
         assert words in " ".join(calls[0].out.split())
