@@ -54,8 +54,6 @@ def certify_run(
     summary, events = _read(target)
     recipe = config.load(target / rundir.FOLDER / "recipe.yaml").resolve()
     source = models.find(str(model or summary["model"]))
-    job = prepare(source, recipe, log or (lambda _: None))
-    _same_inputs(job, summary)
     stored = StoredCodes(target, recipe)
     found: dict[str, dict[str, Any]] = {}
 
@@ -63,7 +61,9 @@ def certify_run(
         found.update({one.event["linear"]: one.event for one in rounded.values()})
 
     with tempfile.TemporaryDirectory(prefix="bakron-certify-") as scratch:
-        estimator, _ = make_estimator(job, Path(scratch), progress or (lambda *_: None))
+        job = prepare(source, recipe, log or (lambda _: None), Path(scratch))
+        _same_inputs(job, summary)
+        estimator = make_estimator(job, Path(scratch), progress or (lambda *_: None))
         walk_blocks(
             job.walk,
             recipe.model_copy(update={"gate": False}),  # what the gate chose is in the events; `held` stays out of the factors all the same
