@@ -94,6 +94,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
     where = device(recipe.device)
     check_groups(models.widths(models.early_config(source)), recipe.group_size)
     log(f"loading {source.name}")
+    if source.code:
+        log("warning: config.json names Python code of its own (auto_map), which is not run")
     tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
     tokens = None
     if recipe.method != "rtn":
