@@ -407,6 +407,8 @@ def _stream(documents: tuple[str, ...], tokenizer: Any) -> torch.Tensor:
     try:
         # Not verbose: a text longer than the model's context is what we want here, and not worth a warning.
         encoded = tokenizer(ended, truncation=False, padding=False, return_attention_mask=False, verbose=False)["input_ids"]
+    except Exception as error:
+        raise DataError(f"the model's tokenizer fails on the text: {_first_line(error)}", "a whole tokenizer beside the model") from error
     finally:
         if truncation is not None:
             backend.enable_truncation(**truncation)

@@ -267,6 +267,19 @@ def check_length(model: nn.Module, length: int) -> None:
         raise ModelError(f"sequences of {length} tokens", f"at most {limit}, the model's max_position_embeddings", "Use a smaller length")
 
 
+def check_tokens(model: nn.Module, ids: torch.Tensor) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Raises:
+        ModelError: The largest one is named.
+    """
+    rows = len(model.get_input_embeddings().weight)  # type: ignore[operator]
+    if (largest := int(ids.max())) >= rows:
+        raise ModelError(
+            f"the tokenizer gives token {largest}", f"tokens below {rows}, the model's embeddings", "Get tokenizer and weights of one model"
+        )
+
+
 def tied_names(model: PreTrainedModel) -> set[str]:
     """Parameters that are another parameter under a second name (the head of a model with tied embeddings); they are not stored."""
     return set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()

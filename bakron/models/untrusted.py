@@ -21,6 +21,7 @@ AGAIN = "Download it again"
 HIDDEN, LAYERS, HEADS = ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head")
 INNER, EXPERTS = ("moe_intermediate_size", "intermediate_size", "n_inner"), ("num_experts", "num_local_experts")
 OTHERS = ("vocab_size", "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings", "n_positions", "num_labels")
+NEEDED = (HIDDEN, LAYERS, HEADS, (*INNER, "n_embd"))  # a library would fill in those of a model with billions of weights
 SHARES = ("partial_rotary_factor", "rotary_pct")
 
 
@@ -195,12 +196,15 @@ def check_sizes(where: str, config: Mapping[str, Any], shapes: Mapping[str, tupl
         packed: Integers in the files hold several weights each.
 
     Raises:
-        ModelError: A size is no whole number of at least one, or the sizes do not go with the weights.
+        ModelError: A size is missing or no whole number of at least one, or the sizes do not go with the weights.
     """
     for key in {*HIDDEN, *LAYERS, *HEADS, *INNER, *EXPERTS, *OTHERS} & config.keys():
         value = config[key]
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ModelError(f"{key} of {where} is {str(value)[:40]!r}", "a whole number of at least 1", AGAIN)
+    for names in NEEDED:
+        if not any(config.get(name) for name in names):
+            raise ModelError(f"the config of {where} has no {names[0]}", "the sizes of the model", AGAIN)
     inner = [part for key in ("rope_parameters", "rope_scaling") if isinstance(part := config.get(key), dict)]
     for part in (config, *inner):
         for key in SHARES:
