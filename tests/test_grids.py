@@ -85,7 +85,8 @@ def test_the_compiled_search_finds_what_the_plain_one_finds(codes, rows, groups,
 
     def cost(scale):
         scale = scale[..., None]
-        return (weights * (((W / scale).round().clamp(*codes) * scale - W) / scale).square()).sum(-1)
+        unit = widest + (widest == 0)
+        return (weights * (((W / scale).round().clamp(*codes) * scale - W) / unit).square()).sum(-1)
 
     rounding = lambda x: x.round_().clamp_(*codes)  # noqa: E731
     plain, compiled = (fit_scale(W, weights, widest, rounding, snap, True, which) for which in (None, codes))
