@@ -46,8 +46,8 @@ def quantize(
         recipe: A recipe or the path of a YAML file.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
-        observe: Called with what happens, for a display: `{"stage": ...}` when a stage begins, `{"blocks": ..., "tokens": ...}` once they are known, and with
-            every line of `events.jsonl` as soon as its linear is rounded.
+        observe: Called with what happens, for a display: `{"stage": ...}` when a stage begins, `{"blocks": ..., "tokens": ...}` once they are known,
+            `{"memory": ...}` now and then, and with every line of `events.jsonl` as soon as its linear is rounded.
         **overrides: Fields of the recipe that win over it, such as `levels=7`.
 
     Returns:
@@ -69,15 +69,19 @@ def quantize(
         corpus.check(recipe.data)
 
     from bakron.export.card import model_card
-    from bakron.pipeline import Clock
+    from bakron.pipeline import Clock, memory
 
-    clock = Clock(entered=lambda stage: observe({"stage": stage}))
+    def shown(*step: Any) -> None:
+        observe({"memory": memory()})
+        progress(*step)
+
+    clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
         job = prepare(source, recipe, log)
     observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
     counts, chosen = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int]()
     try:
-        estimator = _round(job, target, clock, counts, chosen, progress, observe)
+        estimator = _round(job, target, clock, counts, chosen, shown, observe)
     except BaseException:
         rundir.discard(target)  # half a run cannot be continued, and would be in the way of the next
         raise

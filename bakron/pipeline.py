@@ -119,7 +119,7 @@ def run(
                 if recipe.diagnostics:
                     rounded[name].event["top_decile"] = spectra[name]
                 rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
-                rounded[name].event["memory"] = {"current": resident_memory(), "peak": peak_memory()}
+                rounded[name].event["memory"] = memory()
                 observe(rounded[name].event)
         with clock.stage("write"):
             keep(i, rounded)
@@ -269,13 +269,14 @@ def bits_per_weight(levels: int, scale_bits: int, zero_bits: int, weights: int, 
     return math.log2(levels) + (scale_bits + zero_bits) * scales / max(weights, 1)
 
 
-def resident_memory() -> int | None:
-    """Resident set of this process now, in bytes; None where the system does not tell."""
+def memory() -> dict[str, int | None]:
+    """Resident set of this process in bytes: now (None where the system does not tell), and at its largest so far."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+            current = int(file.read().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
-        return None
+        current = None
+    return {"current": current, "peak": peak_memory()}
 
 
 def peak_memory() -> int:

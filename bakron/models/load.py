@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+FLOATS = ("float32", "bfloat16", "float16", "float64")
 PICKLED = "Load it in transformers and call save_pretrained"
 GGUF_SIZES = {
     "hidden_size": "embedding_length",
@@ -249,11 +250,18 @@ def read_tokenizer(source: Source, *, required: bool = True) -> PreTrainedTokeni
 
 
 def stored_dtype(source: Source, model: PreTrainedModel) -> str:
-    """Name of the dtype in which the source keeps its weights; a GGUF file's stand for bfloat16."""
+    """Name of the dtype in which the source keeps its weights; a GGUF file's stand for bfloat16.
+
+    Raises:
+        ModelError: The config names one that weights cannot have.
+    """
     if source.gguf:
         return "bfloat16"
     config = source.config or model.config.to_dict()
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    kind = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if kind not in FLOATS:
+        raise ModelError(f"the config of {source.name} has dtype {kind[:40]!r}", f"one of {', '.join(FLOATS)}", "Download it again")
+    return kind
 
 
 def check_length(model: nn.Module, length: int) -> None:
