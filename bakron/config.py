@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -38,6 +38,8 @@ Inputs = Literal["quantized", "original"]
 Format = Literal["compressed-tensors", "dense"]
 Precision = Literal["bfloat16", "float32"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Damp = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"]
+DAMPINGS = {"damp_a": (0.1, 0.03, 0.3), "damp_b": (1.0, 0.3, 3.0)}  # the default, and what else auto tries
 
 
 class Recipe(BaseModel):
@@ -104,14 +106,17 @@ class Recipe(BaseModel):
         description="What is added to a factor's diagonal before factoring: diagonal = a share of each entry (default); mean = a share of "
         "the mean entry, the same for all.",
     )
-    damp_a: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="Share added to the input factor A. More damping trusts the data less. Default 0.1."
-    )
-    damp_b: float | None = Field(
+    damp_a: Damp | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
-        description="Share added to the output factor B, which is noisier than A. Default 1.0; bakron only.",
+        description="Share added to the input factor A. More damping trusts the data less. Default 0.1; auto = 0.03, 0.1 or 0.3, per layer, "
+        "by its error on an eighth of the sequences that is kept out of the Hessians (backprop only).",
+        json_schema_extra={"forms": ["NUMBER", "auto"]},
+    )
+    damp_b: Damp | None = Field(
+        None,
+        description="Share added to the output factor B, which is noisier than A. Default 1.0; bakron only. auto = 0.3, 1, 3 or no B at all, per "
+        "layer, by its error on an eighth of the sequences that is kept out of the Hessians (backprop only).",
+        json_schema_extra={"forms": ["NUMBER", "auto"]},
     )
     inputs: Inputs | None = Field(
         None,
@@ -145,12 +150,13 @@ class Recipe(BaseModel):
     gate: bool = Field(
         False,
         description="Keep an eighth of the sequences out of the Hessians, round each layer with A and B, with A alone and with an unweighted A, "
-        "and keep what does least harm on the gradients held out. Three solves instead of one; bakron with backprop only.",
+        "and keep A and B unless another one does less harm on the gradients held out, by more than its standard error. Three solves instead of "
+        "one; bakron with backprop only.",
     )
     diagnostics: bool = Field(
         False,
-        description="Also record, per layer, how much of each factor's trace lies in the largest tenth of its eigenvalues. Costs an "
-        "eigenvalue problem a factor.",
+        description="Also record, per layer, how much of each factor's trace lies in the largest tenth of its eigenvalues and, with gate or damping auto, how "
+        "well the factors fit the gradients held out. Costs an eigenvalue problem a factor, and products of all pairs of tokens held out.",
     )
     boundary_memory: str | None = Field(
         None,
@@ -187,6 +193,16 @@ class Recipe(BaseModel):
             raise ValueError("group size below one")
         return value
 
+    @property
+    def autos(self) -> tuple[str, ...]:
+        """Fields whose value is found layer by layer."""
+        return tuple(name for name in DAMPINGS if getattr(self, name) == "auto")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether each layer is rounded in several ways, one of which is chosen on sequences that are kept out of the Hessians."""
+        return self.gate or bool(self.autos)
+
     def resolve(self) -> Recipe:
         """Fill in every choice that is left open, and refuse choices that contradict or do nothing.
 
@@ -209,14 +225,14 @@ class Recipe(BaseModel):
         if self.method != "rtn":
             filled["hessian"] = self.hessian or ("input" if self.method == "gptq" else "backprop")
             filled["damping"] = self.damping or "diagonal"
-            filled["damp_a"] = 0.1 if self.damp_a is None else self.damp_a
+            filled["damp_a"] = DAMPINGS["damp_a"][0] if self.damp_a is None else self.damp_a
             if filled["hessian"] != "input":
                 filled["factor"] = self.factor or "mixed"
             if filled["hessian"] == "backprop":
                 filled["labels"] = self.labels or "sampled"
             filled["inputs"] = self.inputs or ("original" if self.factor == "sequence" else "quantized")
         if self.method == "bakron":
-            filled["damp_b"] = 1.0 if self.damp_b is None else self.damp_b
+            filled["damp_b"] = DAMPINGS["damp_b"][0] if self.damp_b is None else self.damp_b
         return self.model_copy(update=filled)
 
 
@@ -284,8 +300,12 @@ def _refuse_idle(recipe: Recipe) -> None:
         raise RecipeError(
             "gate would do nothing with method gptq, which has no output factor to choose", do="Drop gate, or choose method bakron"
         )
-    if recipe.gate and recipe.sequences < 2:
-        raise RecipeError(f"gate with {recipe.sequences} sequence, one of which it would hold out", "at least 2 sequences")
+    if recipe.autos and hessian != "backprop":
+        raise RecipeError(
+            f"{_and(recipe.autos)} auto with hessian {hessian}, which leaves no gradients to choose by", "a number", "Or choose hessian backprop"
+        )
+    if recipe.chooses and recipe.sequences < 3:
+        raise RecipeError(f"{_chooser(recipe)} with sequences {recipe.sequences}, two of which it would hold out", "at least 3 sequences")
     if method == "gptq" and "damp_b" in given:
         raise RecipeError(
             "damp_b would do nothing with method gptq, whose output factor is the identity", do="Drop damp_b, or choose method bakron"
@@ -295,6 +315,10 @@ def _refuse_idle(recipe: Recipe) -> None:
             "symmetric is false with format compressed-tensors, whose files with zero points do not load in current transformers",
             do="Choose format dense (--format dense), or symmetric levels",
         )
+
+
+def _chooser(recipe: Recipe) -> str:
+    return "gate" if recipe.gate else f"{recipe.autos[0]} auto"
 
 
 def _and(names: Sequence[str]) -> str:
@@ -313,6 +337,8 @@ def allowed(name: str) -> str:
         return f"{', '.join(FACTOR_FORMS[:-1])} or {FACTOR_FORMS[-1]} (K = 1 to 99 steps)"
     if name == "boundary_memory":
         return "a size such as 800MB or 4GB"
+    if name in DAMPINGS:
+        return "a number of at least 0, or auto"
     field = Recipe.model_fields[name]
     kind = field.annotation
     if get_origin(kind) in (UnionType, Union):
