@@ -25,9 +25,24 @@ app = typer.Typer(
 )
 GROUPS = {
     "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "dtype"),
-    "How to round": ("method", "hessian", "factor", "labels", "clip", "skip_first", "damping", "damp_a", "damp_b", "inputs", "gate"),
+    "How to round": (
+        "method",
+        "hessian",
+        "factor",
+        "labels",
+        "clip",
+        "skip_first",
+        "damping",
+        "damp_a",
+        "damp_b",
+        "order",
+        "refit",
+        "polish",
+        "inputs",
+        "gate",
+    ),
     "Calibration": ("data", "sequences", "length", "seed"),
-    "Machine": ("device", "batch", "precision", "boundary_memory", "factors", "diagnostics"),
+    "Machine": ("device", "batch", "precision", "accumulate", "boundary_memory", "factors", "diagnostics"),
 }
 
 

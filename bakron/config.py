@@ -18,9 +18,17 @@ from bakron.errors import RecipeError
 Method = Literal["rtn", "gptq", "bakron", "boa", "yaqa", "bakron-mlp-local", "bakron-fully-local", "bakron-backprop"]
 Hessian = Literal["input", "attention-local", "value-local", "heads-local", "mlp-local", "fully-local", "backprop"]
 PRESETS: dict[str, dict[str, Any]] = {  # methods that are short for settings of method bakron
-    # Tseng et al. 2025 with sketch B: both factors of the original model, one step on whole sequences. Order and levels stay ours.
-    "yaqa": {"hessian": "backprop", "factor": "sequence", "inputs": "original", "damping": "mean", "damp_a": 0.01, "damp_b": 0.01},
-    # Kim et al. 2025: each head's scores and output; per-head curvatures are averages, so K-FAC. Order and levels stay ours.
+    # Tseng et al. 2025 with sketch B: both factors of the original model, one step on whole sequences, from the last entry to the first. Levels stay ours.
+    "yaqa": {
+        "hessian": "backprop",
+        "factor": "sequence",
+        "inputs": "original",
+        "damping": "mean",
+        "damp_a": 0.01,
+        "damp_b": 0.01,
+        "order": "reversed",
+    },
+    # Kim et al. 2025: each head's scores and output; per-head curvatures are averages, so K-FAC. Its order is the natural one; levels stay ours.
     "boa": {"hessian": "heads-local", "factor": "kfac", "damping": "mean", "damp_a": 0.01, "damp_b": 0.01},
     # The variants of Birnick and Saab 2026; factor shampoo, theirs that usually wins.
     "bakron-mlp-local": {"hessian": "mlp-local", "factor": "shampoo"},
@@ -28,12 +36,17 @@ PRESETS: dict[str, dict[str, Any]] = {  # methods that are short for settings of
     "bakron-backprop": {"hessian": "backprop", "factor": "shampoo"},
 }
 FACTOR_FORMS = ("kfac", "shampoo", "shampoo:K", "mixed", "sequence", "kl", "kl:K")  # K = number of steps, 1 to 99
+OF_HESSIANS = (  # fields that rounding to nearest does not heed
+    "hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "diagnostics", "skip_first", "order", "refit", "polish", "accumulate",
+)  # fmt: skip
 OF_GRADIENTS = ("factors", "labels", "clip", "gate", "boundary_memory")  # fields that only a gradient pass heeds
 LOCAL_FACTORS = ("kfac", "shampoo", "mixed")  # those that local Hessians know
 FACTOR_PATTERN = re.compile(r"kfac|mixed|sequence|(shampoo|kl)(:[1-9]\d?)?")
 Labels = Literal["sampled", "empirical"]
 Scale = Literal["absmax", "mse", "curvature"]
 Damping = Literal["diagonal", "mean"]
+Order = Literal["natural", "diagonal", "min-pivot", "reversed"]
+Accumulate = Literal["float32", "float64"]
 Inputs = Literal["quantized", "original"]
 Format = Literal["compressed-tensors", "dense"]
 Precision = Literal["bfloat16", "float32"]
@@ -54,8 +67,8 @@ class Recipe(BaseModel):
         "bakron",
         description="How weights are rounded: rtn = each to its nearest level; gptq = with error feedback along the inputs of a layer; "
         "bakron = with error feedback along inputs and outputs. Short for bakron with that hessian and factor shampoo: bakron-mlp-local, "
-        "bakron-fully-local, bakron-backprop. With mean damping 0.01: boa, for heads-local and kfac; yaqa, for backprop, sequence and original "
-        "inputs. Settings given beside one of these win over it.",
+        "bakron-fully-local, bakron-backprop. With mean damping 0.01: boa, for heads-local and kfac; yaqa, for backprop, sequence, original "
+        "inputs and reversed order. Settings given beside one of these win over it.",
     )
     hessian: Hessian | None = Field(
         None,
@@ -118,6 +131,22 @@ class Recipe(BaseModel):
         "layer, by its error on an eighth of the sequences that is kept out of the Hessians (backprop only).",
         json_schema_extra={"forms": ["NUMBER", "auto"]},
     )
+    order: Order | None = Field(
+        None,
+        description="In which order inputs and outputs of a layer are rounded; what comes first is made up for by all that follows. natural = as they "
+        "come (default); diagonal = largest diagonal entry of A or B first (act-order); min-pivot = smallest remaining pivot last; reversed = "
+        "from the last to the first. Groups of scales stay as they are.",
+    )
+    refit: bool = Field(
+        False,
+        description="After rounding, fit the scales to the codes, and round once more on the new scales where that helps. Never raises the layer's loss.",
+    )
+    polish: int | None = Field(
+        None,
+        ge=1,
+        le=99,
+        description="After rounding, so many sweeps of coordinate descent over the codes. Never raises the layer's loss. Default: none.",
+    )
     inputs: Inputs | None = Field(
         None,
         description="Whose activations a layer is calibrated on: quantized = those of the blocks before it as already quantized (default), "
@@ -146,6 +175,11 @@ class Recipe(BaseModel):
         "bfloat16",
         description="Products of forward and backward passes and Hessian sums: bfloat16 = may round their inputs to bfloat16 where the "
         "processor is faster at it, sums stay float32; float32 = never. The solver always computes in float32 or better.",
+    )
+    accumulate: Accumulate | None = Field(
+        None,
+        description="Precision of the products and sums that make Hessians: float32 (default) or float64, which costs twice the memory and more than twice the "
+        "time of them.",
     )
     gate: bool = Field(
         False,
@@ -225,6 +259,8 @@ class Recipe(BaseModel):
         if self.method != "rtn":
             filled["hessian"] = self.hessian or ("input" if self.method == "gptq" else "backprop")
             filled["damping"] = self.damping or "diagonal"
+            filled["order"] = self.order or "natural"
+            filled["accumulate"] = self.accumulate or "float32"
             filled["damp_a"] = DAMPINGS["damp_a"][0] if self.damp_a is None else self.damp_a
             if filled["hessian"] != "input":
                 filled["factor"] = self.factor or "mixed"
@@ -258,11 +294,7 @@ def _levels(levels: int | None, bits: int | None) -> tuple[int, int | None]:
 
 def _refuse_idle(recipe: Recipe) -> None:
     method = recipe.method
-    given = [
-        name
-        for name in ("hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "diagnostics", "skip_first", *OF_GRADIENTS)
-        if getattr(recipe, name) is not None and getattr(recipe, name) is not False
-    ]
+    given = [name for name in (*OF_HESSIANS, *OF_GRADIENTS) if getattr(recipe, name) is not None and getattr(recipe, name) is not False]
     if method == "rtn" and given:
         raise RecipeError(
             f"{_and(given)} would do nothing with method rtn, which rounds without a Hessian",
@@ -302,7 +334,9 @@ def _refuse_idle(recipe: Recipe) -> None:
         )
     if recipe.autos and hessian != "backprop":
         raise RecipeError(
-            f"{_and(recipe.autos)} auto with hessian {hessian}, which leaves no gradients to choose by", "a number", "Or choose hessian backprop"
+            f"{_and(recipe.autos)} auto with hessian {hessian}, which leaves no gradients to choose by",
+            "a number",
+            "Or choose hessian backprop",
         )
     if recipe.chooses and recipe.sequences < 3:
         raise RecipeError(f"{_chooser(recipe)} with sequences {recipe.sequences}, two of which it would hold out", "at least 3 sequences")

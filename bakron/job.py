@@ -76,7 +76,9 @@ def held_out(sequences: int) -> int:
     """
     if sequences <= HELD_LEAST:
         raise RecipeError(
-            f"gate or damping auto with a text of {sequences} sequences, two of which would be held out", "at least 3 sequences", "Use a longer text"
+            f"gate or damping auto with a text of {sequences} sequences, two of which would be held out",
+            "at least 3 sequences",
+            "Use a longer text",
         )
     return max(HELD_LEAST, sequences // HELD_SHARE)
 
@@ -150,17 +152,19 @@ def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimato
     Returns:
         The estimator, None for rtn; and the directory of the gradient pass if it is to be removed afterwards.
     """
+    import torch
+
     from bakron.hessian import ESTIMATORS
 
     recipe = job.recipe
     if job.tokens is None:
         return None, None
     estimate = ESTIMATORS[recipe.hessian or "backprop"]
-    skip = int(recipe.skip_first)
+    common = {"skip": int(recipe.skip_first), "dtype": getattr(torch, recipe.accumulate or "float32")}
     if recipe.hessian == "input":
-        return estimate(job.walk, skip=skip), None
+        return estimate(job.walk, **common), None
     if recipe.hessian != "backprop":
-        return estimate(job.walk, factor=recipe.factor, skip=skip), None
+        return estimate(job.walk, factor=recipe.factor, **common), None
     store = Path(recipe.factors).expanduser() if recipe.factors else target / rundir.FOLDER / "gradients"
     estimator = estimate(
         job.walk,
@@ -171,7 +175,7 @@ def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimato
         fingerprint=job.fingerprint,
         labels=recipe.labels or "sampled",
         clip=recipe.clip,
-        skip=skip,
+        **common,
         held=job.held,
         boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
         progress=progress,

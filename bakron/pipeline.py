@@ -18,9 +18,10 @@ from bakron.config import Recipe
 from bakron.errors import FactorError
 from bakron.grids import UniformGrid, check_groups
 from bakron.hessian import BackpropEstimator, Candidate, Estimator, Heldout, candidates, choose
-from bakron.kron import Kron
+from bakron.kron import Factor, Kron
 from bakron.models.walk import Walk
-from bakron.solver import Solution, solve
+from bakron.solver import Solution, polish, refit, solve
+from bakron.solver.orders import arrange
 
 Progress = Callable[[str, int, int], None]
 RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
@@ -116,7 +117,9 @@ def run(
         progress("quantize", i + 1, len(walk))
 
 
-def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
+def round_linear(
+    linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str, fitted: dict[Factor, UniformGrid] | None = None
+) -> Rounded:
     """Fit a grid, round one linear, put the rounded weight in its place.
 
     Args:
@@ -125,6 +128,7 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
         recipe: Resolved.
         dtype: In which scales are stored.
         name: Of the linear in the checkpoint, for messages.
+        fitted: Grids of this linear by damped A, which alone decides them: looked up and added to.
 
     Returns:
         Values, codes, grid, and what to log.
@@ -134,22 +138,34 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
     """
     start = time.perf_counter()
     W = linear.weight.detach().float().cpu()
-    raised = False
+    raised, order = False, recipe.order or "natural"
     if kron is not None:
         kron, raised = damped(kron if recipe.method == "bakron" else Kron(kron.A), recipe, name)
     factored = time.perf_counter()
-    grid = UniformGrid.fit(W, recipe.levels, recipe.group_size, recipe.scale or "absmax", recipe.symmetric, kron, dtype=dtype)
-    fitted = time.perf_counter()
+    grid = None if fitted is None or kron is None else fitted.get(kron.A)
+    if grid is None:
+        weigh, rule = _in_order(kron, order), recipe.scale or "absmax"
+        grid = UniformGrid.fit(W, recipe.levels, recipe.group_size, rule, recipe.symmetric, weigh, dtype=dtype)
+    if fitted is not None and kron is not None:
+        fitted[kron.A] = grid
+    ready = time.perf_counter()
     event: dict[str, Any] = {"linear": name, "method": recipe.method, "shape": list(W.shape)}
     if kron is None:
         codes, values = grid.project(W)
         event |= {"damping": {"a": [], "b": []}, "loss": None, "relative_loss": None}
-        seconds = {"factor": 0.0, "fit": fitted - factored, "sweep": time.perf_counter() - fitted}
+        seconds = {"factor": 0.0, "fit": ready - factored, "sweep": time.perf_counter() - ready}
     else:
-        solution = solve(W, kron, grid)
+        solution = solve(W, kron, grid, order=order)
+        losses = {"sweep": solution.loss}
+        if recipe.refit:
+            solution, grid = refit(solution, W, kron, grid, reround=True)
+            losses["refit"] = solution.loss
+        if recipe.polish:
+            solution = polish(solution, W, kron, grid, sweeps=recipe.polish)
+            losses["polish"] = solution.loss
         codes, values = solution.codes, solution.values
-        event |= _describe(solution, kron, W) | {"damping_raised": raised}
-        seconds = {"factor": factored - start, "fit": fitted - factored, "sweep": solution.seconds}
+        event |= _describe(solution, kron, W) | {"losses": losses, "damping_raised": raised}
+        seconds = {"factor": factored - start, "fit": ready - factored, "sweep": solution.seconds}
     event["seconds"] = {key: round(value, 6) for key, value in seconds.items()}
     linear.weight.data.copy_(values)
     return Rounded(values, codes, grid, event)
@@ -176,11 +192,11 @@ def round_best(
     """
     start = time.perf_counter()
     W = linear.weight.detach().clone()
-    results, harm = {}, {}
+    results, harm, fitted = {}, {}, dict[Factor, UniformGrid]()
     for candidate, one in tried.items():
         linear.weight.data.copy_(W)
         own = recipe.model_copy(update={"damp_a": one.damp_a, "damp_b": one.damp_b})
-        results[candidate] = round_linear(linear, one.kron, own, dtype, name)
+        results[candidate] = round_linear(linear, one.kron, own, dtype, name, fitted)
         harm[candidate] = changes(results[candidate].values - W.float().cpu())
     gate = choose(harm)
     best, kept = results[gate["chosen"]], tried[gate["chosen"]]
@@ -217,6 +233,16 @@ def damped(kron: Kron, recipe: Recipe, name: str) -> tuple[Kron, bool]:
     raise AssertionError("unreachable")
 
 
+def _in_order(kron: Kron | None, order: str) -> Kron | None:
+    """A Hessian whose pivots are what each input weighs in the loss if it is rounded in that order, for the fit of scales."""
+    if kron is None or order == "natural":
+        return kron
+    columns = arrange(kron.A, order, kron.A.size)
+    pivots = torch.empty_like(kron.A.pivots)
+    pivots[columns] = kron.A.permuted(columns).pivots
+    return Kron(torch.diag(pivots))
+
+
 def _describe(solution: Solution, kron: Kron, W: Tensor) -> dict[str, Any]:
     """What events.jsonl tells of a solve."""
     heads = () if kron.B is None else kron.B.heads
@@ -225,6 +251,7 @@ def _describe(solution: Solution, kron: Kron, W: Tensor) -> dict[str, Any]:
     return {
         "solver": solution.method,
         "damping": {side: [list(pair) for pair in pairs] for side, pairs in solution.damping.items()},
+        "order": list(solution.order),
         "dead": solution.dead,
         "loss": solution.loss,
         "relative_loss": solution.loss / whole if whole > 0 else 0.0,

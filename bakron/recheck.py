@@ -53,6 +53,11 @@ def certify_run(
     target = Path(run).expanduser()
     summary, events = _read(target)
     recipe = config.load(target / rundir.FOLDER / "recipe.yaml").resolve()
+    if recipe.refit or recipe.polish:
+        raise OutputError(
+            f"{target} is a run with {'refit' if recipe.refit else 'polish'}, after which values are no nearest-plane rounding any more",
+            "a run without refit and polish",
+        )
     source = models.find(str(model or summary["model"]))
     job = prepare(source, recipe, log or (lambda _: None))
     _same_inputs(job, summary)
@@ -116,7 +121,7 @@ class _Recheck:
                 kron = Kron(kron.A)
             recipe = recipe.model_copy(update={side: gate[side] for side in ("damp_a", "damp_b")})
             kron, _ = damped(kron, recipe, name)
-        proof = certify(values, W, kron, grid)
+        proof = certify(values, W, kron, grid, order=recipe.order or "natural")
         linear.weight.data.copy_(values)
         event = {"linear": name, "shape": list(W.shape), "violations": proof.violations, "max_gap": proof.max_gap}
         return Rounded(values, codes, grid, event)

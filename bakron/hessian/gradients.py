@@ -8,8 +8,8 @@ Outliers: tokens (by `sequence`: sequences) whose weight in A or B is above a qu
 where models like to put an attention sink, can be left out of both A and B.
 
 Block inputs are kept going forward, as many as the memory for them holds, and computed again where they were not (`schedule`); each block is run once more with
-gradients, so that one block's activations, weights and factors are alive on the device at a time. Of each linear the pass leaves, on disk, B (packed) and two numbers
-a token: its weight in A, such as |g_t|^2, and what it added to the trace of B.
+gradients, so that one block's activations, weights and factors are alive on the device at a time. Of each linear the pass leaves, on disk, B (packed) and two
+numbers a token: its weight in A, such as |g_t|^2, and what it added to the trace of B.
 """
 
 from __future__ import annotations

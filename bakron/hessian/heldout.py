@@ -2,7 +2,7 @@
 
 The error of a change E is `sum_t (g_t^T E x_t)^2` over the tokens held out, without any factorisation. It is an estimate: other tokens would give another one, and
 a candidate that is no better often looks so. So the default stays unless another candidate is better by more than the standard error of the difference, which is
-taken from sequence to sequence, where the two are compared on the same tokens.
+taken from sequence to sequence (or part to part of few sequences), where the two are compared on the same tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bakron.kron import Factor, Kron
 from bakron.models.walk import Walk
 
 STANDARD_ERRORS = 1.0  # by how many the default must be beaten
+PARTS = 8  # at least, that the standard error is taken from
 PAIRS = 1024  # tokens whose pairs with as many others are looked at together
 
 
@@ -129,12 +130,13 @@ def choose(changes: dict[str, Tensor]) -> dict[str, Any]:
         For events.jsonl: `chosen`; `errors`; `margins`, by how many standard errors each other candidate is better than the first; and `sequence_errors`,
         `sum_s (sum_t g_t^T E x_t)^2`, which has the terms between tokens of a sequence that `errors` leaves out, from as many samples as there are sequences.
     """
-    by_sequence = {name: one.square().sum(1) for name, one in changes.items()}
-    errors = {name: float(one.sum()) for name, one in by_sequence.items()}
     first, *others = changes
+    split = -(-PARTS // len(changes[first]))  # parts of each sequence
+    by_part = {name: torch.cat([part.square().sum(1) for part in one.chunk(split, 1)]) for name, one in changes.items()}
+    errors = {name: float(one.sum()) for name, one in by_part.items()}
     margins = {}
     for name in others:
-        gain = by_sequence[first] - by_sequence[name]
+        gain = by_part[first] - by_part[name]
         spread = float(gain.std()) / math.sqrt(len(gain))
         margins[name] = round(float(gain.mean()) / max(spread, 1e-9 * float(gain.abs().mean()), 1e-300), 3)
     better = [name for name in others if margins[name] > STANDARD_ERRORS]

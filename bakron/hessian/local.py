@@ -54,7 +54,9 @@ class LocalEstimator:
         RecipeError: Another factorisation.
     """
 
-    def __init__(self, walk: Walk, parts: Iterable[str], factor: str = "mixed", *, skip: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, walk: Walk, parts: Iterable[str], factor: str = "mixed", *, skip: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
         if factor not in LOCAL_FACTORS:
             raise RecipeError(f"factor {factor} with a local Hessian", " or ".join([", ".join(LOCAL_FACTORS[:-1]), LOCAL_FACTORS[-1]]))
         self.walk, self.parts, self.weighting = walk, tuple(parts), FACTORS[factor]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 LARGE = 100.0  # times the median
 SHOWN = 5  # tokens that are named
+ALARMING = 0.5  # share of a trace
 
 
 def outliers(sizes: Tensor, skip: int = 0) -> dict[str, Any] | None:
@@ -35,3 +38,22 @@ def outliers(sizes: Tensor, skip: int = 0) -> dict[str, Any] | None:
         place = {"sequence": index} if sizes.ndim == 1 else {"sequence": index // sizes.shape[1], "position": index % sizes.shape[1] + skip}
         rows.append(place | {"multiple": round(float(flat[index]) / median, 1)})
     return {"tokens": len(large), "share": round(float(flat[large].sum() / flat.sum()), 5), "largest": rows}
+
+
+def warning(found: Iterable[dict[str, Any]]) -> str | None:
+    """One line on factors that are mostly made of a few tokens; None if there are none.
+
+    Args:
+        found: Per linear `{side: outliers}`.
+    """
+    alarming = [[side for side in sides.values() if side["share"] > ALARMING] for sides in found]
+    heavy = [one for one in alarming if one]
+    if not heavy:
+        return None
+    positions = Counter(side["largest"][0].get("position") for one in heavy for side in one)
+    position, times = positions.most_common(1)[0]
+    where = "whole sequences" if position is None else f"most often position {position}, {times} times"
+    return (
+        f"warning: in {len(heavy)} of {len(alarming)} linears, tokens above {LARGE:g} times the median hold more than half of the trace of A or B "
+        f"({where}; outliers in events.jsonl); skip_first leaves first tokens out, clip lowers large weights"
+    )
