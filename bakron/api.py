@@ -69,6 +69,7 @@ def quantize(
         corpus.check(recipe.data)
 
     from bakron.export.card import model_card
+    from bakron.hessian.outliers import warning as outliers_warning
     from bakron.pipeline import Clock, memory
 
     def shown(*step: Any) -> None:
@@ -79,14 +80,16 @@ def quantize(
     with clock.stage("load"):
         job = prepare(source, recipe, log)
     observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
-    counts, chosen = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int]()
+    counts, chosen, outlying = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int](), list[dict[str, Any]]()
     try:
-        estimator = _round(job, target, clock, counts, chosen, shown, observe)
+        estimator = _round(job, target, clock, counts, chosen, outlying, shown, observe)
     except BaseException:
         rundir.discard(target)  # half a run cannot be continued, and would be in the way of the next
         raise
     with clock.stage("write"):
         stored_bits = _export(target, job)
+    if alarm := outliers_warning(outlying):
+        log(alarm)
     if counts["raised"]:
         log(f"warning: damping had to be raised for {counts['raised']} linears (damping_raised in events.jsonl); more sequences would help")
     passes = getattr(estimator, "passes", None)
@@ -160,7 +163,14 @@ def evaluate(
 
 
 def _round(
-    job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen: dict[str, int], progress: Progress, observe: Observe
+    job: Job,
+    target: Path,
+    clock: Clock,
+    counts: dict[str, int],
+    chosen: dict[str, int],
+    outlying: list[dict[str, Any]],
+    progress: Progress,
+    observe: Observe,
 ) -> Estimator | None:
     """Run estimator and block loop; leaves recipe, codes and events in the output directory, and counts of what happened in the dictionaries."""
     import torch
@@ -185,6 +195,7 @@ def _round(
                 chosen[one.event["gate"]["chosen"]] = chosen.get(one.event["gate"]["chosen"], 0) + 1
             counts["quantized"] += one.codes.numel()
             counts["scales"] += one.grid.scale.numel()
+            outlying.append(one.event.get("outliers", {}))
             counts["raised"] += one.event.get("damping_raised", False)
         if temporary is not None:
             (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)

@@ -26,9 +26,24 @@ app = typer.Typer(
 STDOUT = Path("-")
 GROUPS = {
     "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "dtype"),
-    "How to round": ("method", "hessian", "factor", "labels", "clip", "skip_first", "damping", "damp_a", "damp_b", "inputs", "gate"),
+    "How to round": (
+        "method",
+        "hessian",
+        "factor",
+        "labels",
+        "clip",
+        "skip_first",
+        "damping",
+        "damp_a",
+        "damp_b",
+        "order",
+        "refit",
+        "polish",
+        "inputs",
+        "gate",
+    ),
     "Calibration": ("data", "sequences", "length", "seed"),
-    "Machine": ("device", "batch", "precision", "boundary_memory", "factors", "diagnostics"),
+    "Machine": ("device", "batch", "precision", "accumulate", "boundary_memory", "factors", "diagnostics"),
 }
 
 
@@ -214,11 +229,8 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
         "recipe": Annotated[str | None, typer.Option(help="YAML file with any of the settings below; flags win over it.")],
     }
     for name, field in Recipe.model_fields.items():
-        kind = (
-            next((part for part in get_args(field.annotation) if part is not NoneType), None)
-            if _optional(field.annotation)
-            else field.annotation
-        )
+        kinds = [part for part in get_args(field.annotation) if part is not NoneType] if _optional(field.annotation) else [field.annotation]
+        kind = kinds[0] if len(kinds) == 1 else str  # such as a number or a word: the recipe reads it
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         extra = field.json_schema_extra
         forms = choices or (extra["forms"] if isinstance(extra, dict) and "forms" in extra else ())
