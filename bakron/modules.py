@@ -32,14 +32,15 @@ def collect(
 ) -> dict[str, Kron]:
     """Hessians of all linears of a module at once, from forward and backward hooks.
 
-    Every linear's factors are alive together, in float32: 4 (m^2 + n^2) bytes each. Name the linears to do a part at a time. The model runs in evaluation mode, and
-    leaves this function as it came: weights, `requires_grad`, `.grad` and modes are untouched.
+    Every linear's factors are alive together, in float32: 4 (m^2 + n^2) bytes each. Name the linears to do a part at a time. The model runs in evaluation mode,
+    and leaves this function as it came: weights, `requires_grad`, `.grad` and modes are untouched.
 
     Args:
-        model: Any module. Inputs of its linears are `[..., n]`, the first dimension that of sequences or images. Rows of a batch that are padding count like all others.
+        model: Any module. Inputs of its linears are `[b, ..., n]`, the first dimension that of sequences or images. Padding counts like all else.
         batches: What the model is called with: a mapping as keyword arguments, a tuple or list as arguments, anything else as the only one.
-        loss: Of the gradients behind B. "sampled": the output (or its `logits`) holds logits `[..., classes]`, and labels are drawn from their softmax, which gives the
-            true Fisher. A function of (output, batch): its scalar, which should be summed over tokens or images, not averaged. None: no gradients, B = I (GPTQ).
+        loss: Of the gradients behind B. "sampled": the output (or its `logits`) holds logits `[..., classes]`, and labels are drawn from their softmax, which
+            gives the true Fisher. A function of (output, batch): its scalar, which should be summed over tokens or images, not averaged. None: no gradients,
+            B = I (GPTQ).
         linears: Names of `nn.Linear` within the model; None for all.
         factor: A name in `bakron.FACTORS`, `shampoo:K` or `kl:K`; of no account if loss is None. Those of several steps go over the batches once a step.
         seed: Of sampled labels; torch's own generator is left alone.

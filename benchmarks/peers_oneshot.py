@@ -1,7 +1,7 @@
 """Quantize a model with llm-compressor's `oneshot`, in the peers' environment (`make peers`).
 
-`python peers_oneshot.py MODEL TOKENS OUT BITS GROUP MODIFIER`: MODEL is a Hugging Face directory, TOKENS a safetensors file with `ids [N, T]`, MODIFIER a JSON object:
-`name` (GPTQModifier or BakronModifier) and its arguments. Prints JSON: version, seconds of the call, peak memory of the process in bytes
+`python peers_oneshot.py MODEL TOKENS OUT BITS GROUP MODIFIER`: MODEL is a Hugging Face directory, TOKENS a safetensors file with `ids [N, T]`, MODIFIER a JSON
+object: `name` (GPTQModifier or BakronModifier) and its arguments. Prints JSON: version, seconds of the call, peak memory of the process in bytes
 by then, and the tokens that the saved model, loaded again by transformers, goes on with.
 """
 

@@ -1,7 +1,7 @@
-"""`make test-plugins`: llm-compressor's `oneshot` on SmolLM2-135M with its own GPTQModifier and with BakronModifier in its place, on the same tokens, to the same bits.
+"""`make test-plugins`: llm-compressor's `oneshot` on SmolLM2-135M, with its own GPTQModifier and with BakronModifier in its place: same tokens, same bits.
 
-Each checkpoint is loaded again by transformers with compressed-tensors, in llm-compressor's environment and here, and compared with the original. Exit status 1 if bakron's
-KL divergence is not the lower one at equal bits and scales.
+Each checkpoint is loaded again by transformers with compressed-tensors, in llm-compressor's environment and here, and compared with the original. Exit status 1 if
+bakron's KL divergence is not the lower one at equal bits and scales.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """llm-compressor: `BakronModifier`, in a recipe of `oneshot` in the place of `GPTQModifier`.
 
-It keeps what GPTQModifier does around the solve (schemes, observers, the sequential pipeline, what is saved) and changes three things: before calibration, a gradient
-pass over the same data gives every linear its B and every token its weight; A is accumulated with those weights; and a weight is rounded by `bakron.solve`.
+It keeps what GPTQModifier does around the solve (schemes, observers, the sequential pipeline, what is saved) and changes three things: before calibration, a
+gradient pass over the same data gives every linear its B and every token its weight; A is accumulated with those weights; a weight is rounded by `bakron.solve`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class BakronModifier(GPTQModifier):
     """Two-sided rounding as a modifier of llm-compressor's `oneshot`.
 
     Takes the arguments of `GPTQModifier` that say what is quantized to what (`scheme`, `config_groups`, `targets`, `ignore`, `actorder`, observers); integers of 2 to 8
-    bits by group or channel. `dampening_frac`, `block_size` and `batched_quantization` are of no account. For a `factor` other than None, calibration sequences must be
-    of one length without padding, and come in the same order each time (`oneshot(..., shuffle_calibration_samples=False)`), and the model one that
+    bits by group or channel. `dampening_frac`, `block_size` and `batched_quantization` are of no account. For a `factor` other than None, calibration sequences
+    must be of one length without padding, and come in the same order each time (`oneshot(..., shuffle_calibration_samples=False)`), and the model must be one that
     `bakron quantize` knows, in host memory.
 
     Args:
@@ -198,7 +198,7 @@ def _tokens(batches: Any) -> Tensor:
     """
     if batches is None:
         raise DataError("no calibration data", "a dataset given to oneshot")
-    first, second = ([batch for batch in batches] for _ in range(2))
+    first, second = (list(batches) for _ in range(2))
     ids = [batch["input_ids"] for batch in first]
     if lengths := sorted({one.shape[1] for one in ids}):
         if len(lengths) > 1:
