@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,9 @@ def evaluate(
     length: int = 512,
     sequences: int | None = None,
     device: str = "cpu",
+    tasks: Sequence[str] = (),
+    task_folder: str | Path | None = None,
+    limit: int | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
 ) -> dict[str, Any]:
@@ -108,11 +111,15 @@ def evaluate(
         length: Tokens per window.
         sequences: Windows from the start of the text; None = all.
         device: Where to compute.
+        tasks: Of lm-evaluation-harness (extra `eval`), run on the model and, if there is one, the reference.
+        task_folder: With task files of your own.
+        limit: Examples per task; None = all.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
 
     Returns:
-        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`.
+        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`; with tasks also "tasks" and, with a reference,
+        "reference_tasks": metrics by task, see `bakron.tasks.run`.
 
     Raises:
         BakronError: Any of its subclasses.
@@ -125,6 +132,14 @@ def evaluate(
     source = models.find(str(model), quantized=True)
     original = None if reference is None else models.find(str(reference), quantized=True)
     corpus.check(data)
+    if limit is not None and limit < 1:
+        raise RecipeError(f"limit {limit}", "at least 1")
+    if not tasks and (task_folder is not None or limit is not None):
+        raise RecipeError("a task folder or a limit without tasks", "tasks")
+    if tasks:
+        from bakron import tasks as harness
+
+        harness.check(tasks, task_folder)
 
     import torch
 
@@ -138,7 +153,12 @@ def evaluate(
     loaded = models.read(source, torch.float32)
     models.check_length(loaded, length)
     base = None if original is None else models.read(original, torch.float32)
-    return evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    result = evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    for key, one in {"tasks": loaded, "reference_tasks": base}.items():
+        if tasks and one is not None:
+            log(f"{', '.join(tasks)} on {(source if one is loaded else original or source).name}")
+            result[key] = harness.run(one, tokenizer, tasks, folder=task_folder, limit=limit, device=device)
+    return result
 
 
 def _round(job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen: dict[str, int], progress: Progress) -> Estimator | None:

@@ -1,6 +1,7 @@
-"""AutoGPTQ-style code: a `fasterquant` that rounds with `bakron.solve`, for any class that has the `layer`, `H` and `quantizer` of Frantar's GPTQ.
+"""AutoGPTQ-style code and GPTQModel: their inner call, done by `bakron.solve`, for any class that has the layer, `H` and `quantizer` of Frantar's GPTQ.
 
-    GPTQ.fasterquant = bakron.integrations.gptq.fasterquant
+    GPTQ.fasterquant = bakron.integrations.gptq.fasterquant            # AutoGPTQ and its descendants
+    GPTQ.quantize = bakron.integrations.gptq.gptqmodel_quantize        # GPTQModel
 
 Everything around it stays: hooks that feed `add_batch`, the quantizer that chooses scales, packing. Give an object `B`, the second moment of the gradients at the
 layer's outputs (`bakron.collect`), and it is rounded two-sided.
@@ -8,10 +9,11 @@ layer's outputs (`bakron.collect`), and it is rounded two-sided.
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bakron.errors import RecipeError, ShapeError
 from bakron.grids import UniformGrid, check_group
@@ -95,13 +97,7 @@ def quantize(
 
 
 def fasterquant(
-    self: Any,
-    blocksize: int = 128,
-    percdamp: float = 0.01,
-    group_size: int = -1,
-    actorder: bool = False,
-    static_groups: bool = True,
-    **groupsize: int,
+    self: Any, blocksize: int = 128, percdamp: float = 0.01, group_size: int = -1, actorder: bool = False, static_groups: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """In the place of `GPTQ.fasterquant`: rounds `self.layer.weight` in place, with the scales that `self.quantizer` finds for each group of the original weight.
 
@@ -109,7 +105,7 @@ def fasterquant(
         self: Has `layer` (an `nn.Linear`), `H [n, n]`, `quantizer` (`find_params(x, weight=True)`, then `scale`, `zero`, `maxq`), and may have `B [m, m]`.
         blocksize: Of no account.
         percdamp: Share of the mean diagonal added to H.
-        group_size: Inputs per scale; -1 for one scale per row. Also taken under its older name `groupsize`.
+        group_size: Inputs per scale; -1 for one scale per row.
         actorder: Round inputs of large diagonal first; groups stay those of the natural order.
         static_groups: Of no account: groups are always static, since scales that depend on the rounding before them fit no two-sided sweep.
 
@@ -117,35 +113,48 @@ def fasterquant(
         scale `[m, groups]`, zero `[m, groups]`, g_idx `[n]`.
 
     Raises:
-        RecipeError: An unknown argument, or as `quantize`.
-        BakronError: As `quantize`.
+        BakronError: As `quantize`; ShapeError if the layer is no `nn.Linear`.
     """
-    if set(groupsize) - {"groupsize"}:
-        raise RecipeError(f"argument {sorted(groupsize)[0]!r}", "those of AutoGPTQ's fasterquant")
-    group_size = groupsize.get("groupsize", group_size)
-    if not isinstance(self.layer, torch.nn.Linear):
-        raise ShapeError(f"a {type(self.layer).__name__}", "a torch.nn.Linear")
-    W = self.layer.weight.detach()
+    found = _with_their_scales(self, self.layer, self.H, group_size, percdamp, actorder)
+    self.layer.weight.data.copy_(found.values)
+    return found.scale, found.zero, found.g_idx
+
+
+def gptqmodel_quantize(self: Any, blocksize: int = 128) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float, float, int]:
+    """In the place of `gptqmodel.quantization.gptq.GPTQ.quantize` (GPTQModel 7.6), with settings from `self.qcfg`; never falls back to another rounding.
+
+    Args:
+        self: GPTQModel's task of one `nn.Linear`; may have `B [m, m]`. `act_group_aware`, `static_groups` and automatic damping are of no account.
+        blocksize: Of no account.
+
+    Returns:
+        Values in the weight's dtype, scale, zero, g_idx, seconds, loss per sample, damping, samples, as GPTQModel's packers expect them.
+
+    Raises:
+        BakronError: As `quantize`; ShapeError if the module is no `nn.Linear`.
+    """
+    start = time.perf_counter()
+    percdamp = float(self.qcfg.damp_percent)
+    found = _with_their_scales(self, self.module, self.finalize_hessian(), self.qcfg.group_size, percdamp, bool(self.qcfg.desc_act))
+    self.H = None
+    values = found.values.to(self.module.weight.dtype)
+    loss = found.loss / max(int(self.nsamples), 1)
+    return values, found.scale, found.zero, found.g_idx, time.perf_counter() - start, loss, percdamp, self.nsamples
+
+
+def _with_their_scales(owner: Any, layer: nn.Module, H: Tensor, group_size: int, percdamp: float, actorder: bool) -> Quantized:
+    """Round a layer's weight with the scales that the owner's quantizer finds."""
+    if not isinstance(layer, nn.Linear):
+        raise ShapeError(f"a {type(layer).__name__}", "a torch.nn.Linear")
+    W = layer.weight.detach()
     W = W if W.dtype == torch.float64 else W.float()
     width = W.shape[1] if group_size == -1 else group_size
     check_group(W.shape[1], width)
     scales, zeros = [], []
     for start in range(0, W.shape[1], width):
-        self.quantizer.find_params(W[:, start : start + width], weight=True)
-        scales.append(self.quantizer.scale.reshape(-1, 1))
-        zeros.append(self.quantizer.zero.reshape(-1, 1))
-    bits = int(self.quantizer.maxq + 1).bit_length() - 1
-    given = (torch.cat(scales, 1), torch.cat(zeros, 1))
-    found = quantize(
-        W,
-        self.H,
-        bits=bits,
-        group_size=group_size,
-        B=getattr(self, "B", None),
-        scale=given,
-        percdamp=percdamp,
-        rule="mean",
-        actorder=actorder,
-    )
-    self.layer.weight.data.copy_(found.values)
-    return found.scale, found.zero, found.g_idx
+        owner.quantizer.find_params(W[:, start : start + width], weight=True)
+        scales.append(owner.quantizer.scale.reshape(-1, 1))
+        zeros.append(owner.quantizer.zero.reshape(-1, 1))
+    bits = int(owner.quantizer.maxq + 1).bit_length() - 1
+    given, B = (torch.cat(scales, 1), torch.cat(zeros, 1)), getattr(owner, "B", None)
+    return quantize(W, H, bits=bits, group_size=group_size, B=B, scale=given, percdamp=percdamp, rule="mean", actorder=actorder)
