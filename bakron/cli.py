@@ -88,6 +88,9 @@ def evaluate(
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     sequences: Annotated[int | None, typer.Option(help="Windows, from the start of the text. Default: all.")] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, ...")] = "cpu",
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness too, separated by commas (extra eval).")] = None,
+    task_folder: Annotated[str | None, typer.Option(help="Directory with task files of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Examples per task. Default: all.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file; - for standard output.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
@@ -104,6 +107,9 @@ def evaluate(
             length=length,
             sequences=sequences,
             device=device,
+            tasks=[name.strip() for name in tasks.split(",")] if tasks else (),
+            task_folder=task_folder,
+            limit=limit,
             progress=display.progress,
             log=display.log,
         )
@@ -114,6 +120,10 @@ def evaluate(
     if result["kl"] is not None:
         typer.echo(f"kl         {result['kl']:.5f} nats per token\nagreement  {100 * result['agreement']:.2f} %")
     typer.echo(f"tokens     {result['tokens']:,} in {result['sequences']} windows of {result['length']}")
+    for task, metrics in result.get("tasks", {}).items():
+        original = result.get("reference_tasks", {}).get(task, {})
+        for metric, value in metrics.items():
+            typer.echo(f"{task} {metric} {value:.4f}" + (f" (original {original[metric]:.4f})" if metric in original else ""))
 
 
 @app.command()
