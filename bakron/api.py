@@ -6,7 +6,8 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
+Observe = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who is told of what a run does."""
+
+    progress: Progress
+    log: Log
+    observe: Observe
 
 
 def quantize(
@@ -32,6 +43,7 @@ def quantize(
     recipe: Recipe | str | Path | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
+    observe: Observe | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Quantize every linear of a model's decoder blocks; embeddings and head are left alone.
@@ -45,6 +57,8 @@ def quantize(
         recipe: A recipe or the path of a YAML file.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
+        observe: Called with what happens, for a display: `{"stage": ...}` when a stage begins, `{"blocks": ..., "tokens": ...}` once they are known,
+            `{"memory": ...}` now and then, and with every line of `events.jsonl` as soon as its linear is rounded.
         **overrides: Fields of the recipe that win over it, such as `levels=7`.
 
     Returns:
@@ -54,7 +68,9 @@ def quantize(
         BakronError: Any of its subclasses; nothing is written for mistakes that can be found before the work starts.
     """
     start = time.perf_counter()
-    progress, log = progress or (lambda *_: None), log or (lambda _: None)
+    progress, observe = progress or (lambda *_: None), observe or (lambda _: None)
+    warnings: list[str] = []
+    log = _collecting(log or (lambda _: None), warnings)
     recipe = _recipe(recipe, overrides)
     source = models.find(str(model))
     target = rundir.check_output(out)
@@ -64,38 +80,49 @@ def quantize(
     if recipe.method != "rtn":
         corpus.check(recipe.data)
 
-    from bakron.pipeline import Clock
+    from bakron.pipeline import Clock, memory
 
-    clock = Clock()
+    def shown(*step: Any) -> None:
+        observe({"memory": memory()})
+        progress(*step)
+
+    clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
         job = prepare(source, recipe, log, target)
+    observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
     try:
         with rundir.held(target):
-            summary = _work(job, target, clock, start, progress, log)
+            summary = _work(job, target, clock, start, Watch(shown, log, observe), warnings)
     finally:
         if not rundir.worth_keeping(target):
             rundir.discard(target)
     return summary
 
 
-def _work(job: Job, target: Path, clock: Clock, start: float, progress: Progress, log: Log) -> dict[str, Any]:
+def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warnings: list[str]) -> dict[str, Any]:
     """Everything that writes: rounds what is not rounded yet, then the checkpoint, then the records of a finished run."""
     from bakron.export.card import model_card
+    from bakron.hessian.outliers import warning as outliers_warning
 
     sessions = _begin(job, target)
-    done = Done(job, target, log)
+    done = Done(job, target, watch.log)
     if done.count and done.count < len(job.walk):
-        log(f"going on with the run in {target}: {done.count} of {len(job.walk)} blocks are rounded")
-    passes = _round(job, target, clock, done, progress, log) if done.count < len(job.walk) else None
+        watch.log(f"going on with the run in {target}: {done.count} of {len(job.walk)} blocks are rounded")
+    passes = _round(job, target, clock, done, watch) if done.count < len(job.walk) else None
     rundir.discard_scratch(target)
     with clock.stage("write"):
         stored_bits = _export(target, job)
+    if alarm := outliers_warning(done.outlying):
+        watch.log(alarm)
     if done.raised:
-        log(f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help")
+        watch.log(
+            f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help"
+        )
     summary = _summary(job, done, stored_bits, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
         "gate": {"held_out_sequences": job.held, "chosen": done.chosen} if job.held else None,
         "sessions": sessions,
+        "warnings": warnings,
     }
     rundir.write_text(target / "README.md", model_card(summary))
     rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
@@ -110,6 +137,9 @@ def evaluate(
     length: int = 512,
     sequences: int | None = None,
     device: str = "cpu",
+    tasks: Sequence[str] = (),
+    task_folder: str | Path | None = None,
+    limit: int | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
 ) -> dict[str, Any]:
@@ -122,11 +152,16 @@ def evaluate(
         length: Tokens per window.
         sequences: Windows from the start of the text; None = all.
         device: Where to compute.
+        tasks: Of lm-evaluation-harness (extra `eval`), run on the model and, if there is one, the reference.
+        task_folder: With task files of your own.
+        limit: Examples per task; None = all.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
 
     Returns:
-        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`.
+        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`; with tasks also "tasks" and, with a reference,
+        "reference_tasks": metrics by task, see `bakron.tasks.run`. If the model is the directory of a run, this is also written to `bakron/evaluation.json` in it,
+        for `bakron report`.
 
     Raises:
         BakronError: Any of its subclasses.
@@ -139,6 +174,14 @@ def evaluate(
     source = models.find(str(model), quantized=True)
     original = None if reference is None else models.find(str(reference), quantized=True)
     corpus.check(data)
+    if limit is not None and limit < 1:
+        raise RecipeError(f"limit {limit}", "at least 1")
+    if not tasks and (task_folder is not None or limit is not None):
+        raise RecipeError("a task folder or a limit without tasks", "tasks")
+    if tasks:
+        from bakron import tasks as harness
+
+        harness.check(tasks, task_folder)
 
     import torch
 
@@ -151,8 +194,17 @@ def evaluate(
     log(f"loading {source.name}" + (f" and {original.name}" if original else ""))
     loaded = models.read(source, torch.float32)
     models.check_length(loaded, length)
+    models.check_tokens(loaded, tokens.ids)
     base = None if original is None else models.read(original, torch.float32)
-    return evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    result = evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    for key, one in {"tasks": loaded, "reference_tasks": base}.items():
+        if tasks and one is not None:
+            log(f"{', '.join(tasks)} on {(source if one is loaded else original or source).name}")
+            result[key] = harness.run(one, tokenizer, tasks, folder=task_folder, limit=limit, device=device)
+    if source.path is not None and (source.path / rundir.FOLDER / "summary.json").is_file():
+        record = result | {"data": tokens.source, "data_sha256": tokens.sha256, "reference": None if original is None else original.name}
+        rundir.write_text(source.path / rundir.FOLDER / "evaluation.json", json.dumps(record, indent=1))
+    return result
 
 
 def _same_run(target: Path, *, recipe: Recipe, **others: Any) -> dict[str, Any] | None:
@@ -176,7 +228,7 @@ def _begin(job: Job, target: Path) -> int:
     return sessions
 
 
-def _round(job: Job, target: Path, clock: Clock, done: Done, progress: Progress, log: Log) -> dict[str, int] | None:
+def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> dict[str, int] | None:
     """Run estimator and block loop over the blocks that are not done; leaves codes and events. Returns what the gradient pass did, if there was one."""
     import torch
 
@@ -188,7 +240,7 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, progress: Progress,
         if recipe.method != "rtn":
             tiled.ready(torch.float32)  # compiled once and cached on disk; no part of the solver's time
     with clock.stage("hessian"):
-        estimator = make_estimator(job, target, progress, log)
+        estimator = make_estimator(job, target, watch.progress, watch.log)
     names = job.walk.layout.linears
     run(
         job.walk,
@@ -199,10 +251,22 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, progress: Progress,
         estimator=estimator,
         keep=done.keep,
         stored=lambda i: done.stored.values(i, names) if i < done.count else None,
-        progress=progress,
+        progress=watch.progress,
+        observe=watch.observe,
     )
     job.walk.unload()
     return getattr(estimator, "passes", None)
+
+
+def _collecting(log: Log, warnings: list[str]) -> Log:
+    """A log that also keeps warnings, for the record of the run."""
+
+    def both(message: str) -> None:
+        if message.startswith("warning: "):
+            warnings.append(message.removeprefix("warning: "))
+        log(message)
+
+    return both
 
 
 def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Recipe:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
-GATE_SHARE = 8  # the gate holds out one sequence in so many
+HELD_SHARE, HELD_LEAST = 8, 2  # one sequence in so many is held out to choose by, and at least so many: a standard error needs two
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,34 @@ class Job:
 
     @cached_property
     def held(self) -> int:
-        """Sequences that the gate keeps out of the factors: the last ones.
+        """Sequences that are kept out of the factors, the last ones: what `gate` and damping `auto` choose by.
 
         Raises:
-            RecipeError: There is only one sequence.
+            RecipeError: There are too few sequences.
         """
-        if not self.recipe.gate or self.tokens is None:
+        if not self.recipe.chooses or self.tokens is None:
             return 0
-        count = len(self.tokens.ids)
-        if count < 2:
-            raise RecipeError("gate with a text of one sequence, which it would hold out", "at least 2 sequences", "Use a longer text")
-        return max(1, count // GATE_SHARE)
+        return held_out(len(self.tokens.ids))
 
     @property
     def used(self) -> torch.Tensor | None:
         """Token windows that factors are made from, `[N, T]`."""
         return None if self.tokens is None else self.tokens.ids[: len(self.tokens.ids) - self.held]
+
+
+def held_out(sequences: int) -> int:
+    """How many of a run's sequences are held out to choose by.
+
+    Raises:
+        RecipeError: None would be left.
+    """
+    if sequences <= HELD_LEAST:
+        raise RecipeError(
+            f"gate or damping auto with a text of {sequences} sequences, two of which would be held out",
+            "at least 3 sequences",
+            "Use a longer text",
+        )
+    return max(HELD_LEAST, sequences // HELD_SHARE)
 
 
 def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> Job:
@@ -102,6 +114,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
     check_groups(models.widths(models.early_config(source)), recipe.group_size)
     log(f"loading {source.name}")
     source = models.fetch(source)
+    if source.code:
+        log("warning: config.json names Python code of its own (auto_map), which is not run")
     tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
     tokens = None
     if recipe.method != "rtn":
@@ -109,6 +123,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
         tokens = corpus.windows(texts, tokenizer, length=recipe.length, sequences=recipe.sequences, seed=recipe.seed)
         log(f"calibration: {tokens.describe()}")
     model, weights = models.open_model(source)
+    if tokens is not None:
+        models.check_tokens(model, tokens.ids)
     room = Room(None if recipe.memory is None else config.size_in_bytes(recipe.memory), scratch / rundir.FOLDER / "spill")
     walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision, weights, room)
     check_widths(walk, recipe)
@@ -149,17 +165,19 @@ def make_estimator(job: Job, target: Path, progress: Progress, log: Log = lambda
     Returns:
         The estimator; None for rtn.
     """
+    import torch
+
     from bakron.hessian import ESTIMATORS
 
     recipe = job.recipe
     if job.tokens is None:
         return None
     estimate = ESTIMATORS[recipe.hessian or "backprop"]
-    skip = int(recipe.skip_first)
+    common = {"skip": int(recipe.skip_first), "dtype": getattr(torch, recipe.accumulate or "float32")}
     if recipe.hessian == "input":
-        return estimate(job.walk, skip=skip)
+        return estimate(job.walk, **common)
     if recipe.hessian != "backprop":
-        return estimate(job.walk, factor=recipe.factor, skip=skip)
+        return estimate(job.walk, factor=recipe.factor, **common)
     store = Path(recipe.factors).expanduser() if recipe.factors else target / rundir.FOLDER / "gradients"
     if not recipe.factors and (bad := rundir.first_damaged(store)):
         log(f"{bad}. The gradient pass is run again")
@@ -173,7 +191,7 @@ def make_estimator(job: Job, target: Path, progress: Progress, log: Log = lambda
         fingerprint=job.fingerprint,
         labels=recipe.labels or "sampled",
         clip=recipe.clip,
-        skip=skip,
+        **common,
         held=job.held,
         boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
         progress=progress,
@@ -255,6 +273,7 @@ class Done:
         scales: Scales of those.
         raised: Linears whose damping was raised.
         chosen: By candidate of the gate, how often it was chosen.
+        outlying: What is told of outliers of each linear.
     """
 
     def __init__(self, job: Job, target: Path, log: Log) -> None:
@@ -262,6 +281,7 @@ class Done:
         self._events = rundir.Events(target / rundir.FOLDER / "events.jsonl")
         self.count = self.quantized = self.scales = self.raised = 0
         self.chosen: dict[str, int] = {}
+        self.outlying: list[dict[str, Any]] = []
         self.stored = StoredCodes(target, job.recipe)
         events: list[dict[str, Any]] = []
         for i in range(len(job.walk)):
@@ -294,5 +314,6 @@ class Done:
             self.scales += tensor.numel() if name.endswith(".scale") else 0
         for event in events:
             self.raised += event.get("damping_raised", False)
+            self.outlying.append(event.get("outliers", {}))
             if "gate" in event:
                 self.chosen[event["gate"]["chosen"]] = self.chosen.get(event["gate"]["chosen"], 0) + 1

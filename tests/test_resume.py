@@ -81,7 +81,9 @@ def contents(out):
         del files[name]
     events = [json.loads(line) for line in records["bakron/events.jsonl"].splitlines()]
     for event in events:
-        del event["seconds"]
+        for key in ("seconds", "elapsed", "memory"):
+            del event[key]
+        event.get("gate", {}).pop("seconds", None)
     return files, events, {f"{name} {key}": tensor for name, tensors in codes.items() for key, tensor in tensors.items()}
 
 
@@ -89,7 +91,8 @@ def assert_equal_runs(one, other):
     (files, events, codes), (expected_files, expected_events, expected_codes) = contents(one), contents(other)
     assert files.keys() == expected_files.keys()
     assert [name for name in files if files[name] != expected_files[name]] == []
-    assert events == expected_events
+    for event, expected in zip(events, expected_events, strict=True):
+        assert {key: (event.get(key), expected.get(key)) for key in {**event, **expected} if event.get(key) != expected.get(key)} == {}
     assert codes.keys() == expected_codes.keys() and all(torch.equal(codes[name], expected_codes[name]) for name in codes)
 
 
@@ -323,7 +326,7 @@ def test_activations_that_wait_in_files_change_nothing(name, place, tmp_path, mo
     monkeypatch.setattr(Room, "_map", lambda self, size: (spilled.append(size), mapped(self, size))[1])
     bakron.quantize(place / "model", tmp_path / "out", memory="40kB", **options(place, name))
     one = 4 * 32 * 64 * 4 * (2 if name == "gate" else 1)
-    assert spilled and set(spilled) <= {one, one * 7 // 8} and rooms[0].held + rooms[0].spilled <= 2 * one
+    assert spilled and set(spilled) <= {one, one * 6 // 8, one * 2 // 8} and rooms[0].held + rooms[0].spilled <= 2 * one
     assert not (tmp_path / "out" / "bakron" / "spill").exists()
     base = whole(place, name)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
