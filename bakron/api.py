@@ -114,6 +114,9 @@ def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warn
         stored_bits = _export(target, job)
     if alarm := outliers_warning(done.outlying):
         watch.log(alarm)
+    if done.fallbacks:
+        named = ", ".join(f"{name} ({how})" for name, how in done.fallbacks.items())
+        watch.log(f"warning: {len(done.fallbacks)} linears were rounded without a factor that could not be used: {named}")
     if done.raised:
         watch.log(
             f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help"
@@ -121,6 +124,7 @@ def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warn
     summary = _summary(job, done, stored_bits, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
         "gate": {"held_out_sequences": job.held, "chosen": done.chosen} if job.held else None,
+        "fallbacks": done.fallbacks,
         "sessions": sessions,
         "warnings": warnings,
     }
@@ -241,7 +245,6 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> di
             tiled.ready(torch.float32)  # compiled once and cached on disk; no part of the solver's time
     with clock.stage("hessian"):
         estimator = make_estimator(job, target, watch.progress, watch.log)
-    names = job.walk.layout.linears
     run(
         job.walk,
         recipe,
@@ -250,7 +253,7 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> di
         ids=job.used,
         estimator=estimator,
         keep=done.keep,
-        stored=lambda i: done.stored.values(i, names) if i < done.count else None,
+        stored=lambda i: done.stored.values(i, job.walk.chosen(i)) if i < done.count else None,
         progress=watch.progress,
         observe=watch.observe,
     )
@@ -284,11 +287,11 @@ def _export(target: Path, job: Job) -> float:
     linears = {
         f"{walk.prefix(i)}.{name}": (lambda i=i, name=name: Linear(*stored.linear(i, name)))
         for i in range(len(walk))
-        for name in walk.layout.linears
+        for name in walk.chosen(i)
     }
     sample = next(iter(linears.values()))().grid
     where = source.path if source.gguf is None else None
-    quantization = form.quantization_config(sample, [walk.layout.head])
+    quantization = form.quantization_config(sample, [walk.layout.head, *sorted(walk.excluded)])
     write_checkpoint(target, job.model, job.weights, job.tokenizer, where, job.dtype, linears, form.encode, quantization)
     return form.bits(sample, job.dtype)
 

@@ -26,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 STDOUT = Path("-")
+FELL_BACK = 3  # exit status of a run that ended well but for layers that were rounded without their Hessian
 GROUPS = {
     "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "dtype"),
     "How to round": (
@@ -45,6 +46,7 @@ GROUPS = {
         "gate",
     ),
     "Calibration": ("data", "sequences", "length", "seed"),
+    "Layers": ("include", "exclude", "on_failure"),
     "Machine": ("device", "batch", "precision", "accumulate", "memory", "boundary_memory", "factors", "diagnostics"),
 }
 
@@ -86,6 +88,8 @@ def quantize(model: str, out: str, recipe: str | None, json_file: Path | None, q
             f"{summary['bits_per_weight']} bits ({summary['stored_bits_per_weight']} as stored); {seconds['total']:.0f} s, of it "
             f"{seconds['hessian']:.0f} s Hessians, {seconds['solve']:.0f} s solving ({100 * summary['core_share']:.1f} %)"
         )
+    if summary["fallbacks"]:
+        raise typer.Exit(FELL_BACK)
 
 
 @app.command()

@@ -111,7 +111,9 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
     from bakron.pipeline import check_widths
 
     where = device(recipe.device)
-    check_groups(models.widths(models.early_config(source)), recipe.group_size)
+    early = models.early_config(source)
+    if not (recipe.include or recipe.exclude):
+        check_groups(models.widths(early), recipe.group_size)
     log(f"loading {source.name}")
     source = models.fetch(source)
     if source.code:
@@ -127,6 +129,11 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
         models.check_tokens(model, tokens.ids)
     room = Room(None if recipe.memory is None else config.size_in_bytes(recipe.memory), scratch / rundir.FOLDER / "spill")
     walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision, weights, room)
+    if recipe.include or recipe.exclude:
+        matches = walk.choose(recipe.include, recipe.exclude)
+        count = sum(len(walk.chosen(i)) for i in range(len(walk)))
+        told = "; ".join(f"{pattern} matches {found}" for pattern, found in matches.items())
+        log(f"layers: {told}; {count} of {count + len(walk.excluded)} linears are to be quantized")
     check_widths(walk, recipe)
     dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)
     widest = max(linear.in_features for linear in walk.linears(0).values())
@@ -274,6 +281,7 @@ class Done:
         raised: Linears whose damping was raised.
         chosen: By candidate of the gate, how often it was chosen.
         outlying: What is told of outliers of each linear.
+        fallbacks: Linears whose factors could not be used, and what was done instead.
     """
 
     def __init__(self, job: Job, target: Path, log: Log) -> None:
@@ -282,6 +290,7 @@ class Done:
         self.count = self.quantized = self.scales = self.raised = 0
         self.chosen: dict[str, int] = {}
         self.outlying: list[dict[str, Any]] = []
+        self.fallbacks: dict[str, str] = {}
         self.stored = StoredCodes(target, job.recipe)
         events: list[dict[str, Any]] = []
         for i in range(len(job.walk)):
@@ -314,6 +323,8 @@ class Done:
             self.scales += tensor.numel() if name.endswith(".scale") else 0
         for event in events:
             self.raised += event.get("damping_raised", False)
+            if "fallback" in event:
+                self.fallbacks[event["linear"]] = event["fallback"]
             self.outlying.append(event.get("outliers", {}))
             if "gate" in event:
                 self.chosen[event["gate"]["chosen"]] = self.chosen.get(event["gate"]["chosen"], 0) + 1

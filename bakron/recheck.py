@@ -149,7 +149,7 @@ def _differing(target: Path, job: Job, stored: StoredCodes) -> list[str]:
             where |= dict.fromkeys(opened.keys(), file)
     differing = []
     for i in range(len(job.walk)):
-        for name in job.walk.layout.linears:
+        for name in job.walk.chosen(i):
             module = f"{job.walk.prefix(i)}.{name}"
             expected = FORMATS[job.recipe.format].encode(module, Linear(*stored.linear(i, name)), job.dtype)
             for key, tensor in expected.items():
