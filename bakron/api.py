@@ -183,19 +183,20 @@ def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Re
 
 def _export(target: Path, job: Job) -> float:
     """Write the checkpoint from the stored codes; returns stored bits per quantized weight."""
-    from bakron.export import FORMATS, Linear, write_checkpoint
+    from bakron.export import FORMATS, Linear, encoder, write_checkpoint
 
     walk, source, form = job.walk, job.source, FORMATS[job.recipe.format]
     stored = StoredCodes(target, job.recipe)
     linears = {
         f"{walk.prefix(i)}.{name}": (lambda i=i, name=name: Linear(*stored.linear(i, name)))
         for i in range(len(walk))
-        for name in walk.layout.linears
+        for name in walk.linears(i)
     }
     sample = next(iter(linears.values()))().grid
     where = source.path if source.path is not None and source.gguf is None else None
     quantization = form.quantization_config(sample, [walk.layout.head])
-    write_checkpoint(target, job.model, job.tokenizer, where, job.dtype, linears, form.encode, quantization)
+    encode = encoder(job.recipe.format, walk.layout.transposed)
+    write_checkpoint(target, job.model, job.tokenizer, where, job.dtype, linears, encode, quantization)
     return form.bits(sample, job.dtype)
 
 

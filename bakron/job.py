@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bakron import config, rundir
 from bakron import data as corpus
 from bakron.errors import RecipeError
+from bakron.models import layout
 from bakron.models import load as models
 
 if TYPE_CHECKING:
@@ -88,11 +89,15 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
     import torch
 
     from bakron.grids import check_groups
+    from bakron.hessian import LOCAL, check_parts
     from bakron.models.walk import Walk
     from bakron.pipeline import check_widths
 
     where = device(recipe.device)
-    check_groups(models.widths(models.early_config(source)), recipe.group_size)
+    early = models.early_config(source)
+    layout.check_format(str(early["model_type"]), recipe.format)
+    check_parts(str(early["model_type"]), LOCAL.get(recipe.hessian or "", ()))
+    check_groups(layout.widths(early), recipe.group_size)
     log(f"loading {source.name}")
     tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
     tokens = None

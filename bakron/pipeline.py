@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bakron.config import Recipe
 from bakron.errors import FactorError
 from bakron.grids import UniformGrid, check_groups
 from bakron.hessian import BackpropEstimator, Estimator, Heldout
 from bakron.kron import Kron
+from bakron.models.linears import Linear
 from bakron.models.walk import Walk
 from bakron.solver import Solution, solve
 
@@ -52,7 +53,7 @@ class Rounded:
     event: dict[str, Any]
 
 
-Treat = Callable[[nn.Linear, Kron | None, Recipe, torch.dtype, str], Rounded]
+Treat = Callable[[Linear, Kron | None, Recipe, torch.dtype, str], Rounded]
 
 
 def run(
@@ -121,7 +122,7 @@ def run(
         progress("quantize", i + 1, len(walk))
 
 
-def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
+def round_linear(linear: Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
     """Fit a grid, round one linear, put the rounded weight in its place.
 
     Args:
@@ -161,7 +162,7 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
 
 
 def round_best(
-    linear: nn.Linear, candidates: dict[str, Kron], recipe: Recipe, dtype: torch.dtype, name: str, error: Callable[[Tensor], float]
+    linear: Linear, candidates: dict[str, Kron], recipe: Recipe, dtype: torch.dtype, name: str, error: Callable[[Tensor], float]
 ) -> Rounded:
     """Round one linear with each of several Hessians, keep the result that does least harm on tokens held out.
 
@@ -244,7 +245,7 @@ def check_widths(walk: Walk, recipe: Recipe) -> None:
     Raises:
         RecipeError: All such linears are named.
     """
-    check_groups({name: linear.in_features for name, linear in walk.linears(0).items()}, recipe.group_size)
+    check_groups({name: linear.in_features for i in range(len(walk)) for name, linear in walk.linears(i).items()}, recipe.group_size)
 
 
 def bits_per_weight(levels: int, scale_bits: int, zero_bits: int, weights: int, scales: int) -> float:

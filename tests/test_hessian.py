@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import KINDS, tiny_model
+from tiny import KINDS, OTHERS, tiny_model
 
 from bakron.errors import FactorError, ModelError, OutputError, RecipeError
 from bakron.hessian import ESTIMATORS, FACTORS, BackpropEstimator, InputEstimator, backprop, gradients
@@ -50,7 +50,7 @@ def autograd(model, ids, seed):
         return hook
 
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+        if type(module).__name__ in ("Linear", "Conv1D") and name != "lm_head":
             module.register_forward_hook(keep(name))
     logits = model(input_ids=ids, use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), sampled_labels(logits.detach(), seed), reduction="sum").backward()
@@ -70,7 +70,7 @@ def assert_near(actual, expected, rtol=1e-4):
 
 
 def test_every_layout_has_a_tiny_model():
-    assert {tiny_model(kind).config.model_type for kind in KINDS} == set(LAYOUTS)
+    assert {tiny_model(kind).config.model_type for kind in (*KINDS, *OTHERS)} == set(LAYOUTS)
 
 
 @pytest.mark.parametrize("factor", WEIGHTS)

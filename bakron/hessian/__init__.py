@@ -11,10 +11,10 @@ from torch import Tensor
 from bakron.hessian.backprop import BackpropEstimator, Heldout
 from bakron.hessian.factor import FACTORS
 from bakron.hessian.input import InputEstimator
-from bakron.hessian.local import PARTS, LocalEstimator
+from bakron.hessian.local import LOCAL, LocalEstimator, check_parts
 from bakron.kron import Kron
 
-__all__ = ["ESTIMATORS", "FACTORS", "BackpropEstimator", "Estimator", "Heldout", "InputEstimator", "LocalEstimator"]
+__all__ = ["ESTIMATORS", "FACTORS", "LOCAL", "BackpropEstimator", "Estimator", "Heldout", "InputEstimator", "LocalEstimator", "check_parts"]
 
 
 class Estimator(Protocol):
@@ -35,8 +35,6 @@ class Estimator(Protocol):
 
 ESTIMATORS: dict[str, Callable[..., Any]] = {
     "input": InputEstimator,
-    **{f"{name}-local": partial(LocalEstimator, parts=(name,)) for name in PARTS},
-    "heads-local": partial(LocalEstimator, parts=("attention", "value")),
-    "fully-local": partial(LocalEstimator, parts=tuple(PARTS)),
+    **{name: partial(LocalEstimator, parts=parts) for name, parts in LOCAL.items()},
     "backprop": BackpropEstimator,
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from bakron.errors import ModelError
+from bakron.errors import ModelError, RecipeError
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,15 @@ class Layout:
         blocks: The list of decoder blocks.
         norm: Final norm.
         head: Output projection; its weight is left alone.
-        shared_inputs: The linears of a block, in the order they run; those in one tuple see the same input.
+        shared_inputs: The linears of a block; those in one tuple see the same input, and tuples come in the order in which they first run.
+        widths: Of each tuple's input: "hidden", the residual width; "heads", all heads together; "inner", the MLP's.
+        roles: Linear by what it does: q, k, v, o; gate, up, down. A role that no linear has to itself is missing.
+        attention: The attention of a block.
+        activation: The MLP's activation function.
+        score_cap: Setting of the config that caps attention scores.
+        local: Losses inside a block whose Hessians can be taken, names in `hessian.local.PARTS`.
+        transposed: Linears are transformers' `Conv1D`, whose weights are stored `[n, m]`.
+        formats: Checkpoint formats whose readers know this architecture; None for all.
     """
 
     body: str = "model"
@@ -29,6 +39,19 @@ class Layout:
         ("mlp.gate_proj", "mlp.up_proj"),
         ("mlp.down_proj",),
     )
+    widths: tuple[str, ...] = ("hidden", "heads", "hidden", "inner")
+    roles: Mapping[str, str] = field(
+        default_factory=lambda: {
+            **{role: f"self_attn.{role}_proj" for role in "qkvo"},
+            **{role: f"mlp.{role}_proj" for role in ("gate", "up", "down")},
+        }
+    )
+    attention: str = "self_attn"
+    activation: str = "mlp.act_fn"
+    score_cap: str | None = None
+    local: tuple[str, ...] = ("attention", "value", "mlp")
+    transposed: bool = False
+    formats: tuple[str, ...] | None = None
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -36,12 +59,36 @@ class Layout:
         return tuple(name for names in self.shared_inputs for name in names)
 
 
+GPT2 = Layout(
+    body="transformer",
+    blocks="transformer.h",
+    norm="transformer.ln_f",
+    shared_inputs=(("attn.c_attn",), ("attn.c_proj",), ("mlp.c_fc",), ("mlp.c_proj",)),
+    roles={"o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    attention="attn",
+    activation="mlp.act",
+    local=("mlp",),  # q, k and v are one linear
+    transposed=True,
+    formats=("dense",),  # packed formats are read into nn.Linear
+)
+PHI = Layout(
+    norm="model.final_layernorm",
+    shared_inputs=(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1"), ("self_attn.dense",), ("mlp.fc2",)),
+    widths=("hidden", "heads", "inner"),
+    roles={**{role: f"self_attn.{role}_proj" for role in "qkv"}, "o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
+    activation="mlp.activation_fn",
+)
 LAYOUTS: dict[str, Layout] = {
     "llama": Layout(),
     "mistral": Layout(),
     "qwen2": Layout(),
     "qwen3": Layout(),
+    "gemma2": Layout(score_cap="attn_logit_softcapping", local=("value", "mlp")),  # the curvature of capped scores is no running sum
+    "gemma3_text": Layout(),
+    "phi": PHI,
+    "gpt2": GPT2,
 }
+SIZES = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "intermediate_size": "n_inner"}  # GPT-2's own names
 
 
 def layout_of(model_type: str) -> Layout:
@@ -53,3 +100,38 @@ def layout_of(model_type: str) -> Layout:
     if model_type not in LAYOUTS:
         raise ModelError(f"a model of type {model_type!r}", f"one of {', '.join(LAYOUTS)}")
     return LAYOUTS[model_type]
+
+
+def check_format(model_type: str, name: str) -> None:
+    """Refuse a checkpoint format whose readers cannot load this architecture.
+
+    Raises:
+        RecipeError: They cannot.
+    """
+    formats = layout_of(model_type).formats
+    if formats is not None and name not in formats:
+        raise RecipeError(
+            f"format {name} for a model of type {model_type}, which its readers do not load",
+            f"format {' or '.join(formats)}",
+            f"Use --format {formats[0]}",
+        )
+
+
+def widths(config: Mapping[str, Any]) -> dict[str, int]:
+    """Inputs of each kind of linear, by the last part of their names where that is enough, as far as a config tells.
+
+    Args:
+        config: As in config.json.
+    """
+    layout = LAYOUTS.get(str(config.get("model_type")), Layout())
+    hidden, heads, inner = (config.get(name) or config.get(other) for name, other in SIZES.items())
+    if inner is None and layout.transposed and isinstance(hidden, int):
+        inner = 4 * hidden  # GPT-2's default
+    if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(inner, int)) or heads < 1:
+        return {}
+    sizes = {"hidden": hidden, "heads": heads * (config.get("head_dim") or hidden // heads), "inner": inner}
+    ends = [name.split(".")[-1] for name in layout.linears]
+    found: dict[str, list[str]] = {}
+    for names, width in zip(layout.shared_inputs, layout.widths):
+        found.setdefault(width, []).extend(end if ends.count(end := name.split(".")[-1]) == 1 else name for name in names)
+    return {", ".join(names): sizes[width] for width, names in found.items()}

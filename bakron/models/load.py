@@ -175,15 +175,6 @@ def early_config(source: Source) -> dict[str, Any]:
     return found
 
 
-def widths(config: dict[str, Any]) -> dict[str, int]:
-    """Inputs of each kind of linear, as far as a config tells: the residual width, all heads together, and the MLP's inner width."""
-    hidden, heads, inner = config.get("hidden_size"), config.get("num_attention_heads"), config.get("intermediate_size")
-    if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(inner, int)) or heads < 1:
-        return {}
-    head_dim = config.get("head_dim") or hidden // heads
-    return {"q_proj, k_proj, v_proj, gate_proj, up_proj": hidden, "o_proj": heads * head_dim, "down_proj": inner}
-
-
 def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model into host memory, all weights in `dtype`, in evaluation mode, no gradients.
 

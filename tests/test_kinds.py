@@ -1,0 +1,221 @@
+"""Architectures whose blocks are not Llama's, from gradients to the reloaded checkpoint. That blocks replay the model is in test_models."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_hessian import assert_near, autograd, inputs_of_blocks, second_moment, tokens
+from tiny import OTHERS, save_tiny, tiny_model
+from transformers import AutoModelForCausalLM
+
+import bakron
+from bakron import evaluation
+from bakron.errors import RecipeError
+from bakron.export import FORMATS
+from bakron.hessian import ESTIMATORS, BackpropEstimator, InputEstimator
+from bakron.models.attention import Attention
+from bakron.models.layout import LAYOUTS, check_format
+from bakron.models.walk import Walk
+
+SEED = 5
+TEXT = "the quick brown fox jumps over the lazy dog; 0123456789.\n" * 60
+SHAPES = {kind: (kind, {}) for kind in OTHERS} | {"phi-norm": ("phi", {"qk_layernorm": True})}
+ATTENTION = [shape for shape, (kind, _) in SHAPES.items() if kind != "gpt2"]
+
+
+def having(part):
+    return [shape for shape, (kind, changes) in SHAPES.items() if part in LAYOUTS[tiny_model(kind, **changes).config.model_type].local]
+
+
+def walk_of(shape, length, double=True):
+    kind, changes = SHAPES[shape]
+    model = tiny_model(kind, **changes)
+    return Walk(model.double() if double else model, length, batch=2, precision="float32")
+
+
+def flow(walk, i, hidden, changes=()):
+    """`{linear: (input, output)}` of block i, and the outputs of its parts; some weights changed for the time of it."""
+    seen, linears = {}, walk.linears(i)
+    modules = {name: walk.blocks[i].get_submodule(name) for name in (*linears, "mlp")}
+
+    def keep(name):
+        return lambda _m, arguments, output: seen.update({name: (arguments[0], output)})
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    for name, change in dict(changes).items():
+        linears[name].weight.data.add_(change)
+    with torch.no_grad():
+        walk.run(i, hidden)
+    for name, change in dict(changes).items():
+        linears[name].weight.data.sub_(change)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_factors_are_those_of_plain_autograd(kind, tmp_path):
+    walk, ids = walk_of(kind, 24, double=False), tokens(3, 24)
+    expected, _ = autograd(walk.model, ids, SEED)
+    backprop, plain = BackpropEstimator(walk, ids, tmp_path, factor="shampoo", seed=SEED), InputEstimator(walk)
+    compared = set()
+    for i, hidden in enumerate(inputs_of_blocks(walk, ids)):
+        inputs = plain.block(i, hidden)
+        for name, kron in backprop.block(i, hidden).items():
+            x, g = expected[f"{walk.prefix(i)}.{name}"]
+            assert_near(kron.A.H, second_moment(x, g.square().sum(-1)), rtol=1e-3)
+            assert_near(kron.B.H, second_moment(g, x.square().sum(-1)), rtol=1e-3)
+            assert_near(inputs[name].A.H, x.T @ x, rtol=1e-3)
+            compared.add(f"{walk.prefix(i)}.{name}")
+    assert compared == set(expected)
+
+
+# --- local Hessians ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("i", [0, 1])  # of the models with windows, one slides and one does not
+@pytest.mark.parametrize("shape", ATTENTION)
+def test_probabilities_are_those_of_the_model(shape, i):
+    """Weighted by them, inputs of v become, through W_V, inputs of o."""
+    walk = walk_of(shape, 20)
+    seen, attention, roles = flow(walk, i, walk.embed(tokens(1, 20))), Attention(walk, i), walk.layout.roles
+    q, k = (attention.rotated(side, seen[roles[side]][1][0]) for side in "qk")
+    v = seen[roles["v"]][1][0].unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
+    mixed = [attention.probabilities(q[h][None], k[h // attention.groups])[0] @ v[h // attention.groups] for h in range(len(q))]
+    torch.testing.assert_close(torch.cat(mixed, -1), seen[roles["o"]][0][0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("shape", having("attention"))
+def test_score_curvature_is_that_of_the_models_scores(shape, side):
+    """All of Phi's head but what is not rotated, Gemma's norms, and each block's own rotary base and window."""
+    length, step = 70, 1e-4  # longer than attention's chunk of positions
+    walk = walk_of(shape, length)
+    for i, hidden in enumerate(inputs_of_blocks(walk, tokens(1, length))):
+        attention, roles = Attention(walk, i), walk.layout.roles
+        seen = flow(walk, i, hidden)
+        z = {one: seen[roles[one]][1][0] for one in "qk"}
+        other = "k" if side == "q" else "q"
+        x, weight = seen[roles[side]][0][0], walk.linears(i)[roles[side]].weight.detach()
+        change = x @ torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).T / 10
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        kept = (distance >= 0) & (distance < (attention.window or length))
+
+        def scores(moved, side=side, other=other, z=z, attention=attention, kept=kept):
+            q, k = (attention.rotated(one, moved if one == side else z[one]) for one in "qk")
+            return (q @ k.repeat_interleave(attention.groups, 0).mT)[:, kept]
+
+        measured = float(((scores(z[side] + step * change) - scores(z[side] - step * change)) / (2 * step)).square().sum().detach())
+        rows = change.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
+        curvatures = attention.score_curvature(side, z[side], attention.rotated(other, z[other]))
+        quadratic = sum(float(torch.einsum("hti,htij,htj->", rows[:, at], C, rows[:, at])) for at, C in curvatures)
+        assert quadratic == pytest.approx(measured, rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", having("mlp"))
+def test_mlp_curvature_is_that_of_its_output(shape):
+    """On a single token A (x) B is the whole Hessian."""
+    walk, step = walk_of(shape, 1), 1e-4
+    for i, hidden in enumerate(inputs_of_blocks(walk, tokens(1, 1))):
+        krons = ESTIMATORS["mlp-local"](walk, factor="kfac").block(i, hidden)
+        names = [walk.layout.roles[role] for role in ("up", "gate") if role in walk.layout.roles]
+        assert [name for name, kron in krons.items() if kron.B is not None] == sorted(names)
+        for name in names:
+            E = torch.randn(walk.linears(i)[name].weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
+            ahead, behind = (flow(walk, i, hidden, {name: sign * step * E})["mlp"][1] for sign in (1, -1))
+            assert krons[name].loss(E) == pytest.approx(float(((ahead - behind) / (2 * step)).square().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", having("value"))
+def test_value_curvature_is_that_of_each_heads_share_of_the_output(shape):
+    walk = walk_of(shape, 1)
+    hidden, roles, d = walk.embed(tokens(1, 1)), walk.layout.roles, Attention(walk, 0).head_dim
+    kron = ESTIMATORS["value-local"](walk, factor="kfac").block(0, hidden)[roles["v"]]
+    E = torch.randn(walk.linears(0)[roles["v"]].weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
+    change = flow(walk, 0, hidden, {roles["v"]: E})[roles["o"]][0] - flow(walk, 0, hidden)[roles["o"]][0]
+    W = walk.linears(0)[roles["o"]].weight.unflatten(1, (-1, d)).detach()
+    shares = torch.einsum("thd,jhd->thj", change[0].unflatten(-1, (-1, d)), W)
+    heads = W.shape[1]  # A counts the token once a head
+    assert kron.loss(E) == pytest.approx(heads * float(shares.square().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind, hessian, missing", [("gpt2", "fully-local", "attention"), ("gemma2", "attention-local", "attention")])
+def test_local_hessian_that_an_architecture_does_not_have(kind, hessian, missing, tmp_path):
+    expected = f"a local Hessian of {missing} for a model of type {kind}, which is not known; expected hessian input or "
+    with pytest.raises(RecipeError) as caught:
+        ESTIMATORS[hessian](walk_of(kind, 4), factor="kfac")
+    assert str(caught.value).startswith(expected) and str(caught.value).endswith(" or backprop. Use --hessian backprop.")
+    with pytest.raises(RecipeError) as caught:
+        bakron.quantize(save_tiny(tmp_path / "model", kind), tmp_path / "out", hessian=hessian, format="dense")
+    assert str(caught.value).startswith(expected) and not (tmp_path / "out").exists()
+
+
+# --- from end to end ---------------------------------------------------------------------------------------------------------------------
+
+
+def quantized(tmp_path, kind, **recipe):
+    """Summary, reloaded model and original model whose linears hold the stored codes, after a run."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    fixed = dict(levels=7, group_size=32, sequences=4, length=32, data=str(tmp_path / "text.txt"))
+    summary = bakron.quantize(save_tiny(tmp_path / "model", kind), tmp_path / "out", **(fixed | recipe))
+    reloaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    expected = tiny_model(kind)
+    walk = Walk(expected, 4)
+    for i in range(len(walk)):
+        stored = load_file(tmp_path / "out" / "bakron" / "codes" / f"block_{i:04d}.safetensors")
+        for name, linear in walk.linears(i).items():
+            scale = stored[f"{name}.scale"].repeat_interleave(32, 1)
+            values = stored[f"{name}.codes"].float() * scale
+            assert 0 < float((values - linear.weight).norm() / linear.weight.norm()) < 0.5
+            linear.weight.data.copy_(values)
+    return summary, reloaded, expected
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_checkpoint_reloads_as_it_was_solved(kind, format, tmp_path):
+    if kind == "gpt2" and format != "dense":
+        with pytest.raises(RecipeError) as caught:
+            quantized(tmp_path, kind, format=format)
+        assert str(caught.value) == (
+            f"format {format} for a model of type gpt2, which its readers do not load; expected format dense. Use --format dense."
+        )
+        assert not (tmp_path / "out").exists()
+        return
+    _, reloaded, expected = quantized(tmp_path, kind, format=format)
+    ids = tokens(2, 32)
+    with torch.no_grad():
+        assert torch.equal(reloaded(input_ids=ids).logits, expected(input_ids=ids).logits)
+    certified = bakron.certify_run(tmp_path / "out")
+    assert (certified["violations"], certified["differing"]) == (0, [])
+
+
+def test_transposed_weights_are_stored_as_the_model_has_them(tmp_path):
+    quantized(tmp_path, "gpt2", format="dense", method="rtn")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    assert before.keys() == after.keys() and all(before[name].shape == after[name].shape for name in before)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "gpt2"
+    file = tmp_path / "out" / "model.safetensors"
+    assert bakron.certify_run(tmp_path / "out")["differing"] == []
+    name = "transformer.h.1.mlp.c_fc.weight"
+    after[name][3, 4] += 1
+    save_file(after, file, {"format": "pt"})
+    assert bakron.certify_run(tmp_path / "out")["differing"] == [name.removesuffix(".weight")]
+
+
+def test_perplexity_is_that_of_capped_logits():
+    model, ids = tiny_model("gemma2"), tokens(2, 16)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert evaluation.compare(model, ids)["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-5)
+
+
+def test_formats_of_ordinary_architectures_are_all():
+    for format in FORMATS:
+        check_format("phi", format)
