@@ -76,11 +76,15 @@ def quantize(
         raise
     with clock.stage("write"):
         stored_bits = _export(target, job)
+    starved = [event["linear"] for event in rundir.Events.read(target / rundir.FOLDER / "events.jsonl") if "fallback" in event]
+    if starved:
+        log(f"warning: too few tokens reached {len(starved)} linears of experts, which were rounded to nearest: {', '.join(starved)}")
     if counts["raised"]:
         log(f"warning: damping had to be raised for {counts['raised']} linears (damping_raised in events.jsonl); more sequences would help")
     passes = getattr(estimator, "passes", None)
     summary = _summary(job, counts, stored_bits, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
+        "rounded_to_nearest": starved,
         "gate": {"held_out_sequences": job.held, "chosen": chosen} if job.held else None,
     }
     rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
@@ -194,7 +198,8 @@ def _export(target: Path, job: Job) -> float:
     }
     sample = next(iter(linears.values()))().grid
     where = source.path if source.path is not None and source.gguf is None else None
-    quantization = form.quantization_config(sample, [walk.layout.head])
+    routers = [r"re:.*\.gate$"] if walk.layout.expert_inputs else []  # linears to some readers
+    quantization = form.quantization_config(sample, [walk.layout.head, *routers])
     encode = encoder(job.recipe.format, walk.layout.transposed)
     write_checkpoint(target, job.model, job.tokenizer, where, job.dtype, linears, encode, quantization)
     return form.bits(sample, job.dtype)

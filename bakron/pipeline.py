@@ -19,11 +19,12 @@ from bakron.errors import FactorError
 from bakron.grids import UniformGrid, check_groups
 from bakron.hessian import BackpropEstimator, Estimator, Heldout
 from bakron.kron import Kron
-from bakron.models.linears import Linear
+from bakron.models.linears import Linear, Routed
 from bakron.models.walk import Walk
 from bakron.solver import Solution, solve
 
 Progress = Callable[[str, int, int], None]
+FEW = 1 / 16  # tokens per input below which an expert is rounded to nearest: feedback from so few makes it worse as often as better
 RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
 
 
@@ -102,13 +103,18 @@ def run(
             rounded = {}
             for name, linear in walk.linears(i).items():
                 whole, kron = f"{walk.prefix(i)}.{name}", krons.pop(name, None)
-                if gate is None or kron is None:
+                starved = kron is not None and isinstance(linear, Routed) and estimator.tokens[name] < FEW * linear.in_features
+                if starved:
+                    kron = Kron(torch.eye(linear.in_features))
+                if gate is None or kron is None or starved:
                     rounded[name] = treat(linear, kron, recipe, dtype, whole)
                 else:
                     candidates = {"two-sided": kron, "one-sided": Kron(kron.A)}
                     if name in estimator.unweighted:
                         candidates["unweighted"] = Kron(estimator.unweighted[name])
                     rounded[name] = round_best(linear, candidates, recipe, dtype, whole, partial(gate.error, name))
+                if starved:
+                    rounded[name].event["fallback"] = "nearest"
                 rounded[name].event.update(block=i, tokens=0 if estimator is None else estimator.tokens[name])
                 if estimator is not None:
                     rounded[name].event["effective_tokens"] = {side: round(n, 1) for side, n in estimator.effective[name].items()}

@@ -145,7 +145,7 @@ def _differing(target: Path, job: Job, stored: StoredCodes) -> list[str]:
         for name in job.walk.linears(i):
             module = f"{job.walk.prefix(i)}.{name}"
             expected = encode(module, Linear(*stored.linear(i, name)), job.dtype)
-            for key, tensor in expected.items():
+            for key, tensor in ((job.walk.layout.stored_name(key), tensor) for key, tensor in expected.items()):
                 if key not in where:
                     differing.append(module)
                     break

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bakron.grids import UniformGrid
+from bakron.models.layout import layout_of
 from bakron.models.load import tied_names
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def write_checkpoint(
             tensors |= encode(module, linears[module](), dtype)
         elif name not in tied:
             tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    tensors = {layout_of(model.config.model_type).stored_name(name): tensor for name, tensor in tensors.items()}
     save_torch_state_dict(tensors, out, max_shard_size=SHARD, metadata={"format": "pt"})
     mask = os.umask(0)
     os.umask(mask)

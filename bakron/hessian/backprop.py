@@ -19,6 +19,7 @@ from bakron.hessian.factor import unpack, weighting
 from bakron.hessian.gradients import Progress, block_file, block_gradients, gradient_pass, quantile, slots_in
 from bakron.hessian.input import input_factors, input_moments
 from bakron.kron import Factor, Kron
+from bakron.models.linears import Routed
 from bakron.models.walk import Walk
 
 MANIFEST = "manifest.json"
@@ -124,8 +125,9 @@ class BackpropEstimator:
         if self.held and self.weighting.a_by_gradient:
             self.unweighted = input_factors(self.walk, i, input_moments(self.walk, i, inputs, {}, skip=self.skip))
         of_b = {name: float(stored[f"{name}.effective"]) for name in linears}
+        reached = {name: int(stored[f"{name}.tokens"]) for name, linear in linears.items() if isinstance(linear, Routed)}
         if self.weighting.by_sequence:
-            self.tokens = dict.fromkeys(linears, shape[0] * (shape[1] - self.skip))
+            self.tokens = dict.fromkeys(linears, shape[0] * (shape[1] - self.skip)) | reached
             self.effective = {name: {"a": one, "b": one} for name, one in of_b.items()}
             return {name: Kron(Factor(unpack(stored[f"{name}.A"], linear.in_features)), B[name]) for name, linear in linears.items()}
         weights = {}
@@ -135,7 +137,7 @@ class BackpropEstimator:
                 if self.clip is not None:
                     weights[name] = weights[name].clamp_max(quantile(weights[name][:, self.skip :], self.clip))
         grams = input_moments(self.walk, i, inputs, weights, skip=self.skip)
-        self.tokens = {name: gram.tokens for name, gram in grams.items()}
+        self.tokens = {name: min(gram.tokens, reached.get(name, gram.tokens)) for name, gram in grams.items()}
         self.effective = {name: {"a": gram.effective, "b": of_b[name]} for name, gram in grams.items()}
         A = input_factors(self.walk, i, grams)
         return {name: Kron(A[name], B[name]) for name in linears}
@@ -161,7 +163,9 @@ class Heldout:
         self._streams: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in walk.linears(i)}
 
         def visit(_rows: slice, name: str, x: Tensor, g: Tensor) -> None:
-            self._streams[name].append((x[:, skip:].flatten(0, 1).cpu(), g[:, skip:].flatten(0, 1).cpu()))
+            x, g = x[:, skip:].flatten(0, 1), g[:, skip:].flatten(0, 1)
+            counted = g.any(-1)  # not those that did not reach an expert
+            self._streams[name].append((x[counted].cpu(), g[counted].cpu()))
 
         block_gradients(walk, i, inputs, gradient, visit)
 

@@ -96,13 +96,15 @@ class Gram:
         self._weights = torch.zeros(2, dtype=torch.float64, device=device)  # sums of w and w^2
 
     def add(self, Z: Tensor, weight: Tensor | None = None) -> None:
-        """Add the tokens of `Z [..., size]`, each weighted by `weight [...]` (>= 0)."""
+        """Add the tokens of `Z [..., size]`, each weighted by `weight [...]` (>= 0); zeros, as of tokens that do not reach an expert, are no tokens."""
         Z = Z.detach().reshape(-1, Z.shape[-1]).to(self._sum.dtype)
         if weight is not None:
             weight = weight.detach().reshape(-1, 1).to(Z)
             Z = Z * weight.sqrt()
             self._weights += torch.stack([weight.double().sum(), weight.double().square().sum()])
-        else:
+        if not bool((kept := Z.any(-1)).all()):
+            Z = Z[kept]
+        if weight is None:
             self._weights += Z.shape[0]
         _add_lower(self._sum, Z)
         self.tokens += Z.shape[0]

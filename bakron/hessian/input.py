@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bakron.errors import FactorError, ModelError
 from bakron.hessian.factor import Gram
 from bakron.kron import Factor, Kron
+from bakron.models.linears import Routed, in_place
 from bakron.models.walk import Walk
 
 
@@ -84,7 +85,7 @@ def input_moments(
         Gram per linear.
     """
     linears, seen = walk.linears(i), dict[str, Tensor]()
-    shared_inputs = [group for names in walk.layout.shared_inputs if (group := [name for name in names if name not in without])]
+    shared_inputs = [group for names in walk.shared_inputs(i) if (group := [name for name in names if name not in without])]
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     grams: dict[str, Gram] = {}
     for names in shared_inputs:
@@ -102,9 +103,9 @@ def input_moments(
         for names in shared_inputs:
             done = set[int]()
             for name in names:
-                if id(grams[name]) not in done:
+                if id(grams[name]) not in done and (name in seen or not isinstance(linears[name], Routed)):
                     weight = weights[name][start : start + len(batch), skip:] if name in weights else None
-                    grams[name].add(seen[name][:, skip:], weight)
+                    grams[name].add(in_place(linears[name], seen[name], len(batch))[:, skip:], weight)
                     done.add(id(grams[name]))
         seen.clear()
 

@@ -33,6 +33,7 @@ from bakron.hessian.input import input_factors, input_moments, refuse_second_use
 from bakron.kron import Factor, Kron
 from bakron.models.attention import Attention
 from bakron.models.layout import layout_of
+from bakron.models.linears import Routed
 from bakron.models.walk import Walk
 
 Seen = dict[str, tuple[Tensor, Tensor]]
@@ -95,7 +96,8 @@ class LocalEstimator:
         weights = {name: one for part in parts for name, one in part.weights.items()} if self.weighting.a_by_gradient else {}
         own = {name: gram for part in parts for name, gram in part.grams.items()}
         grams = input_moments(self.walk, i, inputs, weights, without=own, skip=self.skip) | own
-        self.tokens = dict.fromkeys(grams, inputs.shape[0] * (inputs.shape[1] - self.skip))
+        routed = [name for name, linear in self.walk.linears(i).items() if isinstance(linear, Routed)]
+        self.tokens = dict.fromkeys(grams, inputs.shape[0] * (inputs.shape[1] - self.skip)) | {name: grams[name].tokens for name in routed}
         self.effective = {name: {"a": gram.effective} for name, gram in grams.items()}
         A = input_factors(self.walk, i, grams)
         return {name: Kron(A[name], B.get(name)) for name in self.walk.linears(i)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bakron.errors import ModelError, RecipeError
@@ -21,7 +21,10 @@ class Layout:
         shared_inputs: The linears of a block; those in one tuple see the same input, and tuples come in the order in which they first run.
         widths: Of each tuple's input: "hidden", the residual width; "heads", all heads together; "inner", the MLP's.
         roles: Linear by what it does: q, k, v, o; gate, up, down. A role that no linear has to itself is missing.
+        inner: Setting of the config that is the MLP's inner width.
         attention: The attention of a block.
+        expert_inputs: As `shared_inputs`, of one expert: gate and up, and down. Blocks that have experts have them in place of the MLP. Empty without experts.
+        stored: Part of a parameter's name, and what stands for it in checkpoints.
         activation: The MLP's activation function.
         score_cap: Setting of the config that caps attention scores.
         local: Losses inside a block whose Hessians can be taken, names in `hessian.local.PARTS`.
@@ -46,7 +49,10 @@ class Layout:
             **{role: f"mlp.{role}_proj" for role in ("gate", "up", "down")},
         }
     )
+    inner: str = "intermediate_size"
     attention: str = "self_attn"
+    expert_inputs: tuple[tuple[str, ...], ...] = ()
+    stored: tuple[str, str] | None = None
     activation: str = "mlp.act_fn"
     score_cap: str | None = None
     local: tuple[str, ...] = ("attention", "value", "mlp")
@@ -58,13 +64,27 @@ class Layout:
         """Names of a block's linears."""
         return tuple(name for names in self.shared_inputs for name in names)
 
+    def stored_name(self, name: str) -> str:
+        """What a checkpoint calls a parameter."""
+        return name.replace(*self.stored) if self.stored else name
 
+    def inputs_with(self, experts: int) -> tuple[tuple[str, ...], ...]:
+        """The `shared_inputs` of a block with so many experts."""
+        if not experts:
+            return self.shared_inputs
+        attention = [names for names in self.shared_inputs if names[0].startswith(self.attention)]
+        mlp = [tuple(f"{EXPERTS}.{e}.{name}" for name in names) for e in range(experts) for names in self.expert_inputs]
+        return (*attention, *mlp)
+
+
+EXPERTS = "mlp.experts"
 GPT2 = Layout(
     body="transformer",
     blocks="transformer.h",
     norm="transformer.ln_f",
     shared_inputs=(("attn.c_attn",), ("attn.c_proj",), ("mlp.c_fc",), ("mlp.c_proj",)),
     roles={"o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    inner="n_inner",
     attention="attn",
     activation="mlp.act",
     local=("mlp",),  # q, k and v are one linear
@@ -78,6 +98,12 @@ PHI = Layout(
     roles={**{role: f"self_attn.{role}_proj" for role in "qkv"}, "o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
     activation="mlp.activation_fn",
 )
+MIXTURE = Layout(
+    inner="moe_intermediate_size",
+    expert_inputs=(("gate_proj", "up_proj"), ("down_proj",)),
+    local=("attention", "value"),  # the output of an MLP of experts is a sum over those of a token
+)
+MIXTRAL = replace(MIXTURE, inner="intermediate_size", expert_inputs=(("w1", "w3"), ("w2",)), stored=(".mlp.", ".block_sparse_moe."))
 LAYOUTS: dict[str, Layout] = {
     "llama": Layout(),
     "mistral": Layout(),
@@ -87,8 +113,9 @@ LAYOUTS: dict[str, Layout] = {
     "gemma3_text": Layout(),
     "phi": PHI,
     "gpt2": GPT2,
+    "qwen3_moe": MIXTURE,
+    "mixtral": MIXTRAL,
 }
-SIZES = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "intermediate_size": "n_inner"}  # GPT-2's own names
 
 
 def layout_of(model_type: str) -> Layout:
@@ -124,14 +151,16 @@ def widths(config: Mapping[str, Any]) -> dict[str, int]:
         config: As in config.json.
     """
     layout = LAYOUTS.get(str(config.get("model_type")), Layout())
-    hidden, heads, inner = (config.get(name) or config.get(other) for name, other in SIZES.items())
+    hidden, heads = config.get("hidden_size", config.get("n_embd")), config.get("num_attention_heads", config.get("n_head"))
+    inner = config.get(layout.inner)
     if inner is None and layout.transposed and isinstance(hidden, int):
         inner = 4 * hidden  # GPT-2's default
     if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(inner, int)) or heads < 1:
         return {}
     sizes = {"hidden": hidden, "heads": heads * (config.get("head_dim") or hidden // heads), "inner": inner}
-    ends = [name.split(".")[-1] for name in layout.linears]
+    groups = layout.inputs_with(1) if layout.expert_inputs else layout.shared_inputs
+    ends = [name.split(".")[-1] for names in groups for name in names]
     found: dict[str, list[str]] = {}
-    for names, width in zip(layout.shared_inputs, layout.widths):
+    for names, width in zip(groups, layout.widths):
         found.setdefault(width, []).extend(end if ends.count(end := name.split(".")[-1]) == 1 else name for name in names)
     return {", ".join(names): sizes[width] for width, names in found.items()}

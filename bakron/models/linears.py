@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bakron.errors import ModelError
@@ -35,7 +36,41 @@ class Transposed:
         return self.module.register_forward_pre_hook(hook)
 
 
+class Routed(nn.Linear):
+    """A projection of one expert, which only some tokens reach.
+
+    Args:
+        weight: `[m, n]`.
+
+    Attributes:
+        tokens: Which tokens of the batch reached it in the last pass of its block: positions, ascending, among all tokens, sequence after sequence.
+        total: How many tokens the batch had.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.tokens, self.total = torch.zeros(0, dtype=torch.long), 0
+
+    def spread(self, z: Tensor, sequences: int) -> Tensor:
+        """What the tokens have that reached the expert, in their places, and zeros in those of the others.
+
+        Args:
+            z: `[t, k]`, inputs, outputs or gradients.
+            sequences: Of the batch, b.
+
+        Returns:
+            `[b, T, k]`.
+        """
+        return z.new_zeros(self.total, z.shape[1]).index_copy_(0, self.tokens, z).unflatten(0, (sequences, -1))
+
+
 Linear = nn.Linear | Transposed
+
+
+def in_place(linear: Linear, z: Tensor, sequences: int) -> Tensor:
+    """Inputs, outputs or gradients that a hook saw, as `[b, T, k]`: of an expert, zeros for the tokens that did not reach it."""
+    return linear.spread(z, sequences) if isinstance(linear, Routed) else z
 
 
 def as_linear(module: nn.Module, name: str, transposed: bool) -> Linear:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bakron.errors import ModelError
-from bakron.models.layout import layout_of
+from bakron.models.experts import unfuse
+from bakron.models.layout import EXPERTS, layout_of
 from bakron.models.linears import Linear, as_linear, output_logits
 from bakron.models.load import check_length
 
@@ -20,7 +21,7 @@ class Walk:
     """A loaded model as a list of blocks that map hidden states `[b, T, d]` to hidden states.
 
     Args:
-        model: A Hugging Face causal language model of a known layout, on the CPU.
+        model: A Hugging Face causal language model of a known layout, on the CPU. Fused experts are taken apart.
         length: Tokens of every sequence, T.
         device: Where blocks run; each is moved there for its turn only.
         batch: Sequences per forward pass.
@@ -39,6 +40,8 @@ class Walk:
         self.layout = layout_of(model.config.model_type)  # type: ignore[union-attr, arg-type]
         self.blocks: list[nn.Module] = list(model.get_submodule(self.layout.blocks))  # type: ignore[arg-type]
         self.norm, self.head = model.get_submodule(self.layout.norm), model.get_submodule(self.layout.head)
+        names = [name for names in self.layout.expert_inputs for name in names]
+        self._experts = [unfuse(block, EXPERTS, names) if names else 0 for block in self.blocks]
         owners: dict[int, str] = {}
         for i, block in enumerate(self.blocks):
             for name in self.linears(i):
@@ -57,6 +60,10 @@ class Walk:
         """Name of block i within the model, as in the checkpoint."""
         return f"{self.layout.blocks}.{i}"
 
+    def shared_inputs(self, i: int) -> tuple[tuple[str, ...], ...]:
+        """The linears of block i; those in one tuple see the same input."""
+        return self.layout.inputs_with(self._experts[i])
+
     def linears(self, i: int) -> dict[str, Linear]:
         """Linears of block i by their name within the block, in the order of the layout.
 
@@ -64,7 +71,7 @@ class Walk:
             ModelError: One is missing or of another kind.
         """
         found = {}
-        for name in self.layout.linears:
+        for name in (name for names in self.shared_inputs(i) for name in names):
             try:
                 module = self.blocks[i].get_submodule(name)
             except AttributeError as error:
