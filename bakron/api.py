@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
+Observe = Callable[[dict[str, Any]], None]
 
 
 def quantize(
@@ -34,6 +35,7 @@ def quantize(
     recipe: Recipe | str | Path | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
+    observe: Observe | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Quantize every linear of a model's decoder blocks; embeddings and head are left alone.
@@ -44,6 +46,8 @@ def quantize(
         recipe: A recipe or the path of a YAML file.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
+        observe: Called with what happens, for a display: `{"stage": ...}` when a stage begins, `{"blocks": ..., "tokens": ...}` once they are known,
+            `{"memory": ...}` now and then, and with every line of `events.jsonl` as soon as its linear is rounded.
         **overrides: Fields of the recipe that win over it, such as `levels=7`.
 
     Returns:
@@ -53,7 +57,9 @@ def quantize(
         BakronError: Any of its subclasses; nothing is written for mistakes that can be found before the work starts.
     """
     start = time.perf_counter()
-    progress, log = progress or (lambda *_: None), log or (lambda _: None)
+    progress, observe = progress or (lambda *_: None), observe or (lambda _: None)
+    warnings: list[str] = []
+    log = _collecting(log or (lambda _: None), warnings)
     recipe = _recipe(recipe, overrides)
     source = models.find(str(model))
     target = rundir.check_output(out)
@@ -63,14 +69,19 @@ def quantize(
         corpus.check(recipe.data)
 
     from bakron.export.card import model_card
-    from bakron.pipeline import Clock
+    from bakron.pipeline import Clock, memory
 
-    clock = Clock()
+    def shown(*step: Any) -> None:
+        observe({"memory": memory()})
+        progress(*step)
+
+    clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
         job = prepare(source, recipe, log)
+    observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
     counts, chosen = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int]()
     try:
-        estimator = _round(job, target, clock, counts, chosen, progress)
+        estimator = _round(job, target, clock, counts, chosen, shown, observe)
     except BaseException:
         rundir.discard(target)  # half a run cannot be continued, and would be in the way of the next
         raise
@@ -86,6 +97,7 @@ def quantize(
         "gradient_pass": passes,
         "rounded_to_nearest": starved,
         "gate": {"held_out_sequences": job.held, "chosen": chosen} if job.held else None,
+        "warnings": warnings,
     }
     rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
     rundir.write_text(target / "README.md", model_card(summary))
@@ -116,7 +128,8 @@ def evaluate(
         log: Called with one-line messages.
 
     Returns:
-        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`.
+        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`. If the model is the directory of a run, this is
+        also written to `bakron/evaluation.json` in it, for `bakron report`.
 
     Raises:
         BakronError: Any of its subclasses.
@@ -141,11 +154,18 @@ def evaluate(
     log(f"loading {source.name}" + (f" and {original.name}" if original else ""))
     loaded = models.read(source, torch.float32)
     models.check_length(loaded, length)
+    models.check_tokens(loaded, tokens.ids)
     base = None if original is None else models.read(original, torch.float32)
-    return evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    result = evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    if source.path is not None and (source.path / rundir.FOLDER / "summary.json").is_file():
+        record = result | {"data": tokens.source, "data_sha256": tokens.sha256, "reference": None if original is None else original.name}
+        rundir.write_text(source.path / rundir.FOLDER / "evaluation.json", json.dumps(record, indent=1))
+    return result
 
 
-def _round(job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen: dict[str, int], progress: Progress) -> Estimator | None:
+def _round(
+    job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen: dict[str, int], progress: Progress, observe: Observe
+) -> Estimator | None:
     """Run estimator and block loop; leaves recipe, codes and events in the output directory, and counts of what happened in the dictionaries."""
     import torch
 
@@ -173,10 +193,21 @@ def _round(job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen:
         if temporary is not None:
             (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)
 
-    run(job.walk, recipe, dtype=job.dtype, clock=clock, ids=job.used, estimator=estimator, keep=keep, progress=progress)
+    run(job.walk, recipe, dtype=job.dtype, clock=clock, ids=job.used, estimator=estimator, keep=keep, progress=progress, observe=observe)
     if temporary is not None:
         shutil.rmtree(temporary)
     return estimator
+
+
+def _collecting(log: Log, warnings: list[str]) -> Log:
+    """A log that also keeps warnings, for the record of the run."""
+
+    def both(message: str) -> None:
+        if message.startswith("warning: "):
+            warnings.append(message.removeprefix("warning: "))
+        log(message)
+
+    return both
 
 
 def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Recipe:

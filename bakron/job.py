@@ -99,6 +99,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
     check_parts(str(early["model_type"]), LOCAL.get(recipe.hessian or "", ()))
     check_groups(layout.widths(early), recipe.group_size)
     log(f"loading {source.name}")
+    if source.code:
+        log("warning: config.json names Python code of its own (auto_map), which is not run")
     tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
     tokens = None
     if recipe.method != "rtn":
@@ -106,6 +108,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
         tokens = corpus.windows(texts, tokenizer, length=recipe.length, sequences=recipe.sequences, seed=recipe.seed)
         log(f"calibration: {tokens.describe()}")
     model = models.read(source, torch.float32)
+    if tokens is not None:
+        models.check_tokens(model, tokens.ids)
     walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision)
     check_widths(walk, recipe)
     dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)

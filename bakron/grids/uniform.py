@@ -79,7 +79,7 @@ class UniformGrid(ScalarGrid):
         if symmetric:
             top, bottom = rows.amax(-1, keepdim=True), rows.amin(-1, keepdim=True)
             widest = torch.maximum(top / max(high, 1), -bottom / -low).clamp_min(0)
-            fitted = fit_scale(rows, weights, widest, lambda x: x.round_().clamp_(low, high), snap, scale != "absmax")
+            fitted = fit_scale(rows, weights, widest, lambda x: x.round_().clamp_(low, high), snap, scale != "absmax", (low, high))
         else:
             fitted, zero = _fit_asymmetric(rows, weights, low, high, snap, scale != "absmax")
         if scale == "quadratic" and kron is not None:
