@@ -141,7 +141,7 @@ def test_every_factorisation_is_exact_on_one_token(factor, tmp_path):
     for i, hidden in enumerate(inputs_of_blocks(walk, ids)):
         for name, kron in estimator.block(i, hidden).items():
             G = differentiated.get_submodule(f"{walk.prefix(i)}.{name}").weight.grad
-            if not bool(G.any()):  # q and k: one token attends to itself whatever they are
+            if float(G.abs().max()) < 1e-12:  # q and k: one token attends to itself whatever they are; rounding is left
                 assert name in ("self_attn.q_proj", "self_attn.k_proj") and float(kron.B.H.abs().max()) < 1e-12
                 continue
             vec = G.T.reshape(-1)  # column-major
