@@ -78,6 +78,7 @@ class Layout:
 
 
 EXPERTS = "mlp.experts"
+LOADED = ("compressed-tensors", "dense")  # by transformers, which the tests do
 GPT2 = Layout(
     body="transformer",
     blocks="transformer.h",
@@ -89,7 +90,7 @@ GPT2 = Layout(
     activation="mlp.act",
     local=("mlp",),  # q, k and v are one linear
     transposed=True,
-    formats=("dense",),  # packed formats are read into nn.Linear
+    formats=("dense",),  # readers of packed formats look for nn.Linear
 )
 PHI = Layout(
     norm="model.final_layernorm",
@@ -97,11 +98,13 @@ PHI = Layout(
     widths=("hidden", "heads", "inner"),
     roles={**{role: f"self_attn.{role}_proj" for role in "qkv"}, "o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
     activation="mlp.activation_fn",
+    formats=LOADED,
 )
 MIXTURE = Layout(
     inner="moe_intermediate_size",
     expert_inputs=(("gate_proj", "up_proj"), ("down_proj",)),
     local=("attention", "value"),  # the output of an MLP of experts is a sum over those of a token
+    formats=LOADED,
 )
 MIXTRAL = replace(MIXTURE, inner="intermediate_size", expert_inputs=(("w1", "w3"), ("w2",)), stored=(".mlp.", ".block_sparse_moe."))
 LAYOUTS: dict[str, Layout] = {
@@ -109,8 +112,10 @@ LAYOUTS: dict[str, Layout] = {
     "mistral": Layout(),
     "qwen2": Layout(),
     "qwen3": Layout(),
-    "gemma2": Layout(score_cap="attn_logit_softcapping", local=("value", "mlp")),  # the curvature of capped scores is no running sum
-    "gemma3_text": Layout(),
+    "gemma2": Layout(
+        score_cap="attn_logit_softcapping", local=("value", "mlp"), formats=LOADED
+    ),  # a curvature of capped scores is no running sum
+    "gemma3_text": Layout(formats=LOADED),
     "phi": PHI,
     "gpt2": GPT2,
     "qwen3_moe": MIXTURE,
@@ -130,15 +135,15 @@ def layout_of(model_type: str) -> Layout:
 
 
 def check_format(model_type: str, name: str) -> None:
-    """Refuse a checkpoint format whose readers cannot load this architecture.
+    """Refuse a checkpoint format whose readers are not known to load this architecture.
 
     Raises:
-        RecipeError: They cannot.
+        RecipeError: The formats that can be had are named.
     """
     formats = layout_of(model_type).formats
     if formats is not None and name not in formats:
         raise RecipeError(
-            f"format {name} for a model of type {model_type}, which its readers do not load",
+            f"format {name} for a model of type {model_type}",
             f"format {' or '.join(formats)}",
             f"Use --format {formats[0]}",
         )
