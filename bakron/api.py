@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,7 @@ def quantize(
         corpus.check(recipe.data)
 
     from bakron.export.card import model_card
+    from bakron.hessian.outliers import warning as outliers_warning
     from bakron.pipeline import Clock, memory
 
     def shown(*step: Any) -> None:
@@ -79,9 +80,9 @@ def quantize(
     with clock.stage("load"):
         job = prepare(source, recipe, log)
     observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
-    counts, chosen = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int]()
+    counts, chosen, outlying = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int](), list[dict[str, Any]]()
     try:
-        estimator = _round(job, target, clock, counts, chosen, shown, observe)
+        estimator = _round(job, target, clock, counts, chosen, outlying, shown, observe)
     except BaseException:
         rundir.discard(target)  # half a run cannot be continued, and would be in the way of the next
         raise
@@ -90,6 +91,8 @@ def quantize(
     starved = [event["linear"] for event in rundir.Events.read(target / rundir.FOLDER / "events.jsonl") if "fallback" in event]
     if starved:
         log(f"warning: too few tokens reached {len(starved)} linears of experts, which were rounded to nearest: {', '.join(starved)}")
+    if alarm := outliers_warning(outlying):
+        log(alarm)
     if counts["raised"]:
         log(f"warning: damping had to be raised for {counts['raised']} linears (damping_raised in events.jsonl); more sequences would help")
     passes = getattr(estimator, "passes", None)
@@ -112,6 +115,9 @@ def evaluate(
     length: int = 512,
     sequences: int | None = None,
     device: str = "cpu",
+    tasks: Sequence[str] = (),
+    task_folder: str | Path | None = None,
+    limit: int | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
 ) -> dict[str, Any]:
@@ -124,12 +130,16 @@ def evaluate(
         length: Tokens per window.
         sequences: Windows from the start of the text; None = all.
         device: Where to compute.
+        tasks: Of lm-evaluation-harness (extra `eval`), run on the model and, if there is one, the reference.
+        task_folder: With task files of your own.
+        limit: Examples per task; None = all.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
 
     Returns:
-        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`. If the model is the directory of a run, this is
-        also written to `bakron/evaluation.json` in it, for `bakron report`.
+        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`; with tasks also "tasks" and, with a reference,
+        "reference_tasks": metrics by task, see `bakron.tasks.run`. If the model is the directory of a run, this is also written to `bakron/evaluation.json` in it,
+        for `bakron report`.
 
     Raises:
         BakronError: Any of its subclasses.
@@ -142,6 +152,14 @@ def evaluate(
     source = models.find(str(model), quantized=True)
     original = None if reference is None else models.find(str(reference), quantized=True)
     corpus.check(data)
+    if limit is not None and limit < 1:
+        raise RecipeError(f"limit {limit}", "at least 1")
+    if not tasks and (task_folder is not None or limit is not None):
+        raise RecipeError("a task folder or a limit without tasks", "tasks")
+    if tasks:
+        from bakron import tasks as harness
+
+        harness.check(tasks, task_folder)
 
     import torch
 
@@ -157,6 +175,10 @@ def evaluate(
     models.check_tokens(loaded, tokens.ids)
     base = None if original is None else models.read(original, torch.float32)
     result = evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    for key, one in {"tasks": loaded, "reference_tasks": base}.items():
+        if tasks and one is not None:
+            log(f"{', '.join(tasks)} on {(source if one is loaded else original or source).name}")
+            result[key] = harness.run(one, tokenizer, tasks, folder=task_folder, limit=limit, device=device)
     if source.path is not None and (source.path / rundir.FOLDER / "summary.json").is_file():
         record = result | {"data": tokens.source, "data_sha256": tokens.sha256, "reference": None if original is None else original.name}
         rundir.write_text(source.path / rundir.FOLDER / "evaluation.json", json.dumps(record, indent=1))
@@ -164,7 +186,14 @@ def evaluate(
 
 
 def _round(
-    job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen: dict[str, int], progress: Progress, observe: Observe
+    job: Job,
+    target: Path,
+    clock: Clock,
+    counts: dict[str, int],
+    chosen: dict[str, int],
+    outlying: list[dict[str, Any]],
+    progress: Progress,
+    observe: Observe,
 ) -> Estimator | None:
     """Run estimator and block loop; leaves recipe, codes and events in the output directory, and counts of what happened in the dictionaries."""
     import torch
@@ -189,6 +218,7 @@ def _round(
                 chosen[one.event["gate"]["chosen"]] = chosen.get(one.event["gate"]["chosen"], 0) + 1
             counts["quantized"] += one.codes.numel()
             counts["scales"] += one.grid.scale.numel()
+            outlying.append(one.event.get("outliers", {}))
             counts["raised"] += one.event.get("damping_raised", False)
         if temporary is not None:
             (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)

@@ -26,9 +26,24 @@ app = typer.Typer(
 STDOUT = Path("-")
 GROUPS = {
     "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "dtype"),
-    "How to round": ("method", "hessian", "factor", "labels", "clip", "skip_first", "damping", "damp_a", "damp_b", "inputs", "gate"),
+    "How to round": (
+        "method",
+        "hessian",
+        "factor",
+        "labels",
+        "clip",
+        "skip_first",
+        "damping",
+        "damp_a",
+        "damp_b",
+        "order",
+        "refit",
+        "polish",
+        "inputs",
+        "gate",
+    ),
     "Calibration": ("data", "sequences", "length", "seed"),
-    "Machine": ("device", "batch", "precision", "boundary_memory", "factors", "diagnostics"),
+    "Machine": ("device", "batch", "precision", "accumulate", "boundary_memory", "factors", "diagnostics"),
 }
 
 
@@ -73,6 +88,9 @@ def evaluate(
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     sequences: Annotated[int | None, typer.Option(help="Windows, from the start of the text. Default: all.")] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, ...")] = "cpu",
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness too, separated by commas (extra eval).")] = None,
+    task_folder: Annotated[str | None, typer.Option(help="Directory with task files of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Examples per task. Default: all.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file; - for standard output.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
@@ -89,6 +107,9 @@ def evaluate(
             length=length,
             sequences=sequences,
             device=device,
+            tasks=[name.strip() for name in tasks.split(",")] if tasks else (),
+            task_folder=task_folder,
+            limit=limit,
             progress=display.progress,
             log=display.log,
         )
@@ -99,6 +120,10 @@ def evaluate(
     if result["kl"] is not None:
         typer.echo(f"kl         {result['kl']:.5f} nats per token\nagreement  {100 * result['agreement']:.2f} %")
     typer.echo(f"tokens     {result['tokens']:,} in {result['sequences']} windows of {result['length']}")
+    for task, metrics in result.get("tasks", {}).items():
+        original = result.get("reference_tasks", {}).get(task, {})
+        for metric, value in metrics.items():
+            typer.echo(f"{task} {metric} {value:.4f}" + (f" (original {original[metric]:.4f})" if metric in original else ""))
 
 
 @app.command()
@@ -214,11 +239,8 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
         "recipe": Annotated[str | None, typer.Option(help="YAML file with any of the settings below; flags win over it.")],
     }
     for name, field in Recipe.model_fields.items():
-        kind = (
-            next((part for part in get_args(field.annotation) if part is not NoneType), None)
-            if _optional(field.annotation)
-            else field.annotation
-        )
+        kinds = [part for part in get_args(field.annotation) if part is not NoneType] if _optional(field.annotation) else [field.annotation]
+        kind = kinds[0] if len(kinds) == 1 else str  # such as a number or a word: the recipe reads it
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         extra = field.json_schema_extra
         forms = choices or (extra["forms"] if isinstance(extra, dict) and "forms" in extra else ())
