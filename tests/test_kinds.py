@@ -14,6 +14,7 @@ from bakron import evaluation
 from bakron.errors import RecipeError
 from bakron.export import FORMATS
 from bakron.hessian import ESTIMATORS, BackpropEstimator, InputEstimator
+from bakron.models import load
 from bakron.models.attention import Attention
 from bakron.models.layout import LAYOUTS, check_format
 from bakron.models.walk import Walk
@@ -203,6 +204,20 @@ def test_checkpoint_reloads_as_it_was_solved(kind, format, tmp_path):
     assert (certified["violations"], certified["differing"]) == (0, [])
 
 
+def test_gpt2_as_the_hub_has_it(tmp_path):
+    """Names without the base model's, and masks among the weights."""
+    path = save_tiny(tmp_path / "model", "gpt2")
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    weights |= {f"h.{i}.attn.bias": torch.ones(1, 1, 128, 128).tril() for i in range(2)}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    bakron.quantize(path, tmp_path / "out", method="rtn", group_size=32, format="dense")
+    kept = load_file(tmp_path / "out" / "model.safetensors")
+    assert "transformer.h.0.mlp.c_fc.weight" in kept and len(kept) == len(weights) - 2
+    reloaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(reloaded.transformer.wpe.weight, tiny_model("gpt2").transformer.wpe.weight)
+
+
 def test_transposed_weights_are_stored_as_the_model_has_them(tmp_path):
     quantized(tmp_path, "gpt2", format="dense", method="rtn")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
@@ -301,6 +316,16 @@ def test_experts_that_few_tokens_reach_are_rounded_to_nearest_and_listed(recipe,
         to_nearest = torch.equal(stored[f"{name}.codes"].float(), (linear.weight.detach() / scale).round().clamp(-3, 3))
         assert to_nearest == (f"model.layers.0.{name}" in nearest)
     assert bakron.certify_run(tmp_path / "out")["violations"] == 0
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_are_read_one_by_one_from_shards(kind, tmp_path):
+    tiny_model(kind).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    model, weights = load.open_model(load.find(str(tmp_path)))
+    expected = Walk(tiny_model(kind), 4).model.state_dict()
+    assert model.state_dict().keys() == expected.keys() and all(parameter.is_meta for parameter in model.parameters())
+    assert all(torch.equal(weights.get(name), tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("kind", MIXTURES)

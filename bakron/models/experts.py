@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bakron.errors import ModelError
+from bakron.models.layout import EXPERTS, layout_of
 from bakron.models.linears import Routed
 
 
@@ -62,23 +63,28 @@ class Experts(nn.Module):
         return result
 
 
-def unfuse(block: nn.Module, name: str, names: Sequence[str]) -> int:
-    """Take the fused experts of a block apart, if it has any that are not apart yet.
+def unfuse(model: nn.Module) -> list[int]:
+    """Take the fused experts of a model apart, where they are not apart yet.
 
     Args:
-        block: Changed in place; on any device, meta too.
-        name: Of the experts within the block.
-        names: Of gate, up and down in the checkpoint.
+        model: A causal language model of a known layout, on any device, meta too; changed in place.
 
     Returns:
-        How many experts the block has.
+        How many experts each block has.
+
+    Raises:
+        ModelError: Unknown architecture, or experts that are kept in another way.
     """
-    parent, _, last = name.rpartition(".")
-    owner = block.get_submodule(parent)
-    experts = getattr(owner, last, None)
-    if experts is None:
-        return 0
-    if not isinstance(experts, Experts):
-        experts = Experts(experts, names)
-        setattr(owner, last, experts)
-    return experts.count
+    layout = layout_of(model.config.model_type)  # type: ignore[union-attr, arg-type]
+    names = [name for names in layout.expert_inputs for name in names]
+    parent, _, last = EXPERTS.rpartition(".")
+    counts = []
+    for block in model.get_submodule(layout.blocks):  # type: ignore[union-attr]
+        fused = getattr(block.get_submodule(parent), last, None) if names else None
+        if fused is None:
+            counts.append(0)
+            continue
+        experts = fused if isinstance(fused, Experts) else Experts(fused, names)
+        setattr(block.get_submodule(parent), last, experts)
+        counts.append(experts.count)
+    return counts

@@ -68,6 +68,10 @@ class Layout:
         """What a checkpoint calls a parameter."""
         return name.replace(*self.stored) if self.stored else name
 
+    def parameter_name(self, name: str) -> str:
+        """What the model calls a parameter of a checkpoint."""
+        return name.replace(*reversed(self.stored)) if self.stored else name
+
     def inputs_with(self, experts: int) -> tuple[tuple[str, ...], ...]:
         """The `shared_inputs` of a block with so many experts."""
         if not experts:
