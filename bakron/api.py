@@ -17,6 +17,7 @@ from bakron.errors import RecipeError
 from bakron.job import Done, Job, StoredCodes, make_estimator, prepare
 from bakron.job import device as device_of
 from bakron.models import load as models
+from bakron.plan import Plan, check_disk
 
 if TYPE_CHECKING:
     from bakron.config import Recipe
@@ -25,6 +26,34 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
 Observe = Callable[[dict[str, Any]], None]
+
+
+def plan(
+    model: str | Path,
+    out: str | Path | None = None,
+    *,
+    recipe: Recipe | str | Path | None = None,
+    log: Log | None = None,
+    **overrides: Any,
+) -> Plan:
+    """What `quantize` with the same arguments would take.
+
+    Args:
+        model: Hugging Face directory, hub name, or GGUF file.
+        out: Where the run would go, to check the disk; None to leave that out.
+        recipe: A recipe or the path of a YAML file.
+        log: Called with one-line messages.
+        **overrides: Fields of the recipe that win over it.
+
+    Returns:
+        The plan, with every problem found; see `bakron.plan`.
+
+    Raises:
+        RecipeError: The recipe itself is wrong.
+    """
+    from bakron import plan as plans
+
+    return plans.plan(model, out, _recipe(recipe, overrides), log or (lambda _: None))
 
 
 @dataclass(frozen=True)
@@ -89,6 +118,7 @@ def quantize(
     clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
         job = prepare(source, recipe, log, target)
+        check_disk(job, target)
     observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
     try:
         with rundir.held(target):
@@ -112,6 +142,9 @@ def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warn
     rundir.discard_scratch(target)
     with clock.stage("write"):
         stored_bits = _export(target, job)
+    if done.nearest:
+        names = ", ".join(done.nearest)
+        watch.log(f"warning: too few tokens reached {len(done.nearest)} linears of experts, which were rounded to nearest: {names}")
     if alarm := outliers_warning(done.outlying):
         watch.log(alarm)
     if done.fallbacks:
@@ -123,6 +156,8 @@ def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warn
         )
     summary = _summary(job, done, stored_bits, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
+        "passes": job.walk.runs,
+        "rounded_to_nearest": done.nearest,
         "gate": {"held_out_sequences": job.held, "chosen": done.chosen} if job.held else None,
         "fallbacks": done.fallbacks,
         "sessions": sessions,
@@ -280,7 +315,7 @@ def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Re
 
 def _export(target: Path, job: Job) -> float:
     """Write the checkpoint from the stored codes; returns stored bits per quantized weight."""
-    from bakron.export import FORMATS, Linear, write_checkpoint
+    from bakron.export import FORMATS, Linear, encoder, write_checkpoint
 
     walk, source, form = job.walk, job.source, FORMATS[job.recipe.format]
     stored = StoredCodes(target, job.recipe)
@@ -291,8 +326,10 @@ def _export(target: Path, job: Job) -> float:
     }
     sample = next(iter(linears.values()))().grid
     where = source.path if source.gguf is None else None
-    quantization = form.quantization_config(sample, [walk.layout.head, *sorted(walk.excluded)])
-    write_checkpoint(target, job.model, job.weights, job.tokenizer, where, job.dtype, linears, form.encode, quantization)
+    routers = [r"re:.*\.gate$"] if walk.layout.expert_inputs else []  # linears to some readers
+    quantization = form.quantization_config(sample, [walk.layout.head, *routers, *sorted(walk.excluded)])
+    encode = encoder(job.recipe.format, walk.layout.transposed)
+    write_checkpoint(target, job.model, job.weights, job.tokenizer, where, job.dtype, linears, encode, quantization)
     return form.bits(sample, job.dtype)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bakron import config, rundir
 from bakron import data as corpus
 from bakron.errors import OutputError, RecipeError
+from bakron.models import layout
 from bakron.models import load as models
 
 if TYPE_CHECKING:
@@ -106,14 +107,17 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
     import torch
 
     from bakron.grids import check_groups
+    from bakron.hessian import LOCAL, check_parts
     from bakron.models.room import Room
     from bakron.models.walk import Walk
     from bakron.pipeline import check_widths
 
     where = device(recipe.device)
     early = models.early_config(source)
+    layout.check_format(str(early["model_type"]), recipe.format)
+    check_parts(str(early["model_type"]), LOCAL.get(recipe.hessian or "", ()))
     if not (recipe.include or recipe.exclude):
-        check_groups(models.widths(early), recipe.group_size)
+        check_groups(layout.widths(early), recipe.group_size)
     log(f"loading {source.name}")
     source = models.fetch(source)
     if source.code:
@@ -282,6 +286,7 @@ class Done:
         chosen: By candidate of the gate, how often it was chosen.
         outlying: What is told of outliers of each linear.
         fallbacks: Linears whose factors could not be used, and what was done instead.
+        nearest: Linears of experts that too few tokens reached.
     """
 
     def __init__(self, job: Job, target: Path, log: Log) -> None:
@@ -291,6 +296,7 @@ class Done:
         self.chosen: dict[str, int] = {}
         self.outlying: list[dict[str, Any]] = []
         self.fallbacks: dict[str, str] = {}
+        self.nearest: list[str] = []
         self.stored = StoredCodes(target, job.recipe)
         events: list[dict[str, Any]] = []
         for i in range(len(job.walk)):
@@ -323,8 +329,9 @@ class Done:
             self.scales += tensor.numel() if name.endswith(".scale") else 0
         for event in events:
             self.raised += event.get("damping_raised", False)
-            if "fallback" in event:
+            if "failed" in event:
                 self.fallbacks[event["linear"]] = event["fallback"]
             self.outlying.append(event.get("outliers", {}))
+            self.nearest += [event["linear"]] if "fallback" in event and "failed" not in event else []
             if "gate" in event:
                 self.chosen[event["gate"]["chosen"]] = self.chosen.get(event["gate"]["chosen"], 0) + 1

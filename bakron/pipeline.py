@@ -12,18 +12,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bakron.config import Recipe
 from bakron.errors import FactorError, ModelError
 from bakron.grids import UniformGrid, check_groups
 from bakron.hessian import BackpropEstimator, Candidate, Estimator, Heldout, candidates, choose
 from bakron.kron import Factor, Kron
+from bakron.models.linears import Linear, Routed
 from bakron.models.walk import Walk
 from bakron.solver import Solution, polish, refit, solve
 from bakron.solver.orders import arrange
 
 Progress = Callable[[str, int, int], None]
+FEW = 1 / 16  # tokens per input below which an expert is rounded to nearest: feedback from so few makes it worse as often as better
 RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
 
 
@@ -56,7 +58,7 @@ class Rounded:
     event: dict[str, Any]
 
 
-Treat = Callable[[nn.Linear, Kron | None, Recipe, torch.dtype, str], Rounded]
+Treat = Callable[[Linear, Kron | None, Recipe, torch.dtype, str], Rounded]
 
 
 def run(
@@ -118,12 +120,15 @@ def run(
             for name in walk.chosen(i):
                 linear = linears[name]
                 whole, kron = f"{walk.prefix(i)}.{name}", krons.pop(name, None)
-                if gate is None or kron is None:
+                starved = kron is not None and isinstance(linear, Routed) and estimator.tokens[name] < FEW * linear.in_features
+                if starved:
+                    kron = Kron(torch.eye(linear.in_features))
+                if gate is None or kron is None or starved:
                     rounded[name] = treat(linear, kron, recipe, dtype, whole)
                 else:
                     tried = candidates(kron, estimator.unweighted.get(name), recipe)
                     rounded[name] = round_best(linear, tried, recipe, dtype, whole, partial(gate.changes, name))
-                rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}))
+                rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}) | ({"fallback": "nearest"} if starved else {}))
                 rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
                 rounded[name].event["memory"] = memory()
                 observe(rounded[name].event)
@@ -162,7 +167,7 @@ def _replay(walk: Walk, i: int, hidden: Tensor | None, values: dict[str, Tensor]
 
 
 def round_linear(
-    linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str, fitted: dict[Factor, UniformGrid] | None = None
+    linear: Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str, fitted: dict[Factor, UniformGrid] | None = None
 ) -> Rounded:
     """Fit a grid, round one linear, put the rounded weight in its place.
 
@@ -213,13 +218,13 @@ def round_linear(
         seconds = {"factor": factored - start, "fit": ready - factored, "sweep": solution.seconds}
     event["seconds"] = {key: round(value, 6) for key, value in seconds.items()}
     if fallback:
-        event |= {"fallback": fallback, "damping_raised": True}
+        event |= {"fallback": fallback, "failed": True, "damping_raised": True}
     linear.weight.data.copy_(values)
     return Rounded(values, codes, grid, event)
 
 
 def round_best(
-    linear: nn.Linear, tried: dict[str, Candidate], recipe: Recipe, dtype: torch.dtype, name: str, changes: Callable[[Tensor], Tensor]
+    linear: Linear, tried: dict[str, Candidate], recipe: Recipe, dtype: torch.dtype, name: str, changes: Callable[[Tensor], Tensor]
 ) -> Rounded:
     """Round one linear with each of several Hessians, keep the first unless another one does clearly less harm on tokens held out.
 

@@ -15,11 +15,11 @@ from bakron.models import load as models
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from bakron.config import Recipe
     from bakron.hessian import Estimator
     from bakron.kron import Kron
+    from bakron.models.linears import Linear as LinearView
     from bakron.pipeline import Rounded
 
 Progress = Callable[[str, int, int], None]
@@ -99,9 +99,9 @@ class _Recheck:
 
     def __init__(self, job: Job, stored: StoredCodes, events: dict[str, dict[str, Any]], estimator: Estimator | None) -> None:
         self.job, self.stored, self.events, self.estimator = job, stored, events, estimator
-        self.places = {f"{job.walk.prefix(i)}.{name}": (i, name) for i in range(len(job.walk)) for name in job.walk.layout.linears}
+        self.places = {f"{job.walk.prefix(i)}.{name}": (i, name) for i in range(len(job.walk)) for name in job.walk.linears(i)}
 
-    def __call__(self, linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
+    def __call__(self, linear: LinearView, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
         import torch
 
         from bakron.kron import Kron
@@ -141,18 +141,18 @@ def _differing(target: Path, job: Job, stored: StoredCodes) -> list[str]:
     import torch
     from safetensors import safe_open
 
-    from bakron.export import FORMATS, Linear
+    from bakron.export import Linear, encoder
 
     where = {}
     for file in sorted(target.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             where |= dict.fromkeys(opened.keys(), file)
-    differing = []
+    differing, encode = [], encoder(job.recipe.format, job.walk.layout.transposed)
     for i in range(len(job.walk)):
         for name in job.walk.chosen(i):
             module = f"{job.walk.prefix(i)}.{name}"
-            expected = FORMATS[job.recipe.format].encode(module, Linear(*stored.linear(i, name)), job.dtype)
-            for key, tensor in expected.items():
+            expected = encode(module, Linear(*stored.linear(i, name)), job.dtype)
+            for key, tensor in ((job.walk.layout.stored_name(key), tensor) for key, tensor in expected.items()):
                 if key not in where:
                     differing.append(module)
                     break

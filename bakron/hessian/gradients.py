@@ -26,6 +26,7 @@ from bakron.errors import ModelError, OutputError, RecipeError
 from bakron.hessian import schedule
 from bakron.hessian.factor import Step, Weighting, pack
 from bakron.hessian.input import refuse_second_use
+from bakron.models.linears import Routed, in_place
 from bakron.models.walk import Walk
 
 Progress = Callable[[str, int, int], None]
@@ -235,8 +236,9 @@ def block_moments(
         dtype: Of products and sums; that of the inputs if it is wider.
 
     Returns:
-        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.sizes`, what tokens (by sequence: sequences) added to its trace,
-        and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence, `name.A`, packed); and the gradient at the block's input.
+        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.tokens`, how many tokens have a gradient there, `name.sizes`,
+        what tokens (by sequence: sequences) added to its trace, and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence,
+        `name.A`, packed); and the gradient at the block's input.
 
     Raises:
         ModelError: A gradient is not finite.
@@ -247,6 +249,7 @@ def block_moments(
     sizes = {name: torch.zeros(inputs.shape[: 1 if weighting.by_sequence else 2], dtype=dtype) for name in linears}
     steps: dict[str, Step] = {}
     for k in range(weighting.steps):
+        reached = dict.fromkeys(linears, 0)
         steps = {
             name: Step(
                 (linear.out_features, linear.in_features),
@@ -261,7 +264,8 @@ def block_moments(
         if clip is not None and weighting.b_by_input:
             _set_limits(walk, i, inputs, gradient, steps, clip, skip)
 
-        def visit(rows: slice, name: str, x: Tensor, g: Tensor, steps: dict[str, Step] = steps) -> None:
+        def visit(rows: slice, name: str, x: Tensor, g: Tensor, steps: dict[str, Step] = steps, reached: dict[str, int] = reached) -> None:
+            reached[name] += int(g[:, skip:].any(-1).sum())
             a, size = steps[name].add(x[:, skip:], g[:, skip:])
             if a is None:
                 sizes[name][rows] = size.cpu()
@@ -278,7 +282,7 @@ def block_moments(
     tensors = {}
     for name, step in steps.items():
         tensors |= {f"{name}.B": pack(step.B.value()), f"{name}.effective": torch.tensor(step.effective, dtype=torch.float64)}
-        tensors[f"{name}.sizes"] = sizes[name]
+        tensors |= {f"{name}.sizes": sizes[name], f"{name}.tokens": torch.tensor(reached[name])}
         if weighting.by_sequence:
             assert step.A is not None
             tensors[f"{name}.A"] = pack(step.A.value())
@@ -309,6 +313,8 @@ def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dic
 
     block_gradients(walk, i, inputs, gradient, visit)
     for name, pairs in found.items():
+        if not pairs:
+            continue  # an expert that no token reached
         steps[name].limits = (
             quantile(torch.cat([a for a, _ in pairs]), clip),
             quantile(torch.cat([b for _, b in pairs if b is not None]), clip),
@@ -348,11 +354,11 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
                 x = batch.detach().requires_grad_()
                 with torch.enable_grad():
                     y = walk.run(i, x)
-                outputs = [seen[name][1] for name in linears]
-                at_input, *at_outputs = torch.autograd.grad(y, [x, *outputs], gradient[rows].to(y))
+                ran = [name for name, linear in linears.items() if name in seen or not isinstance(linear, Routed)]
+                at_input, *at_outputs = torch.autograd.grad(y, [x, *(seen[name][1] for name in ran)], gradient[rows].to(y))
                 result[rows] = at_input.cpu()
-                for name, g in zip(linears, at_outputs, strict=True):
-                    visit(rows, name, seen[name][0], g)
+                for name, g in zip(ran, at_outputs, strict=True):
+                    visit(rows, name, in_place(linears[name], seen[name][0], len(batch)), in_place(linears[name], g, len(batch)))
                 seen.clear()
     finally:
         for handle in handles:
@@ -361,9 +367,9 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
 
 
 def quantile(values: Tensor, share: float) -> float:
-    """The smallest of the values that at least a share of them do not exceed."""
-    flat = values.flatten()
-    return float(flat.kthvalue(max(1, math.ceil(share * flat.numel()))).values)
+    """The smallest of the positive values that at least a share of them do not exceed; 0 where none is positive, as for tokens that reach no expert."""
+    flat = values[values > 0]
+    return float(flat.kthvalue(max(1, math.ceil(share * flat.numel()))).values) if flat.numel() else 0.0
 
 
 def block_file(store: Path, i: int) -> Path:

@@ -36,10 +36,13 @@ class Heldout:
     """
 
     def __init__(self, walk: Walk, i: int, inputs: Tensor, gradient: Tensor, skip: int = 0) -> None:
-        self._streams: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in walk.linears(i)}
+        self._streams: dict[str, list[tuple[slice, Tensor, Tensor, Tensor]]] = {name: [] for name in walk.linears(i)}
+        self._shape = len(inputs), inputs.shape[1] - skip
 
-        def visit(_rows: slice, name: str, x: Tensor, g: Tensor) -> None:
-            self._streams[name].append((x[:, skip:].cpu(), g[:, skip:].cpu()))
+        def visit(rows: slice, name: str, x: Tensor, g: Tensor) -> None:
+            x, g = x[:, skip:], g[:, skip:]
+            counted = g.any(-1)  # others, such as tokens that do not reach an expert, change nothing
+            self._streams[name].append((rows, counted.cpu(), x[counted].cpu(), g[counted].cpu()))
 
         block_gradients(walk, i, inputs, gradient, visit)
 
@@ -50,7 +53,10 @@ class Heldout:
             name: Of the linear within the block.
             E: Values minus weight, on the CPU.
         """
-        return torch.cat([((x @ E.to(x).T) * g).sum(-1).double() for x, g in self._streams[name]])
+        found = torch.zeros(self._shape, dtype=torch.float64)
+        for rows, counted, x, g in self._streams[name]:
+            found[rows][counted] = ((x @ E.to(x).T) * g).sum(-1).double()
+        return found
 
     def alignment(self, name: str, kron: Kron) -> dict[str, float]:
         """How well factors fit the tokens held out: the cosine between their Hessian `H = sum_t x_t x_t^T (x) g_t g_t^T` and A (x) B, and A (x) I.
@@ -63,7 +69,9 @@ class Heldout:
             kron: Undamped, with a B.
         """
         assert kron.B is not None
-        x, g = (torch.cat([pair[side].flatten(0, 1) for pair in self._streams[name]]) for side in (0, 1))
+        if not self._streams[name]:
+            return {"two-sided": 0.0, "one-sided": 0.0}  # an expert that none of them reach
+        x, g = (torch.cat([one[side] for one in self._streams[name]]) for side in (2, 3))
         x, g = (z / z.square().mean().sqrt().clamp_min(torch.finfo(z.dtype).tiny) for z in (x, g))
         norm = math.sqrt(
             sum(
