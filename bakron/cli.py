@@ -30,6 +30,7 @@ GROUPS = {
         "hessian",
         "factor",
         "labels",
+        "samples",
         "clip",
         "skip_first",
         "damping",

@@ -174,6 +174,7 @@ def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimato
         seed=recipe.seed,
         fingerprint=job.fingerprint,
         labels=recipe.labels or "sampled",
+        samples=recipe.samples or 1,
         clip=recipe.clip,
         **common,
         held=job.held,

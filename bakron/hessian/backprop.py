@@ -39,6 +39,7 @@ class BackpropEstimator:
         seed: Of the sampled labels.
         fingerprint: Identifies the model's weights.
         labels: "sampled" or "empirical".
+        samples: Labels sampled a token, each with a backward pass of its own: less noise in B and in the weights of A.
         clip: Quantile of the weights in A and of those in B above which they are lowered to it; None clips nothing.
         skip: First tokens of each sequence that count neither in A nor in B.
         held: Last sequences that count in neither either: `heldout` measures errors on their gradients.
@@ -67,6 +68,7 @@ class BackpropEstimator:
         seed: int = 0,
         fingerprint: str = "",
         labels: str = "sampled",
+        samples: int = 1,
         clip: float | None = None,
         skip: int = 0,
         held: int = 0,
@@ -87,6 +89,7 @@ class BackpropEstimator:
             "seed": seed,
             **self.weighting.b_key,
             "labels": labels,
+            "samples": samples,
             "clip": clip if self.weighting.b_by_input else None,
             "skip": skip,
             "held": held,
@@ -102,11 +105,12 @@ class BackpropEstimator:
                 seed=seed,
                 weighting=self.weighting,
                 labels=labels,
+                samples=samples,
                 clip=clip,
                 skip=skip,
                 held=held,
                 dtype=dtype,
-                slots=slots_in(walk, ids, boundary_memory),
+                slots=slots_in(walk, ids, boundary_memory, samples),
                 progress=progress or (lambda *_: None),
             )
             rundir.write_text(store / MANIFEST, json.dumps(key, indent=1))
