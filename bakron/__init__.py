@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bakron.grids import CodebookGrid, E8Grid, UniformGrid
     from bakron.hessian import ESTIMATORS, FACTORS
     from bakron.kron import Factor, Kron
+    from bakron.modules import collect, quantize_linear_
     from bakron.recheck import certify_run
     from bakron.solver import METHODS, Certificate, Solution, certify, polish, refit, solve
 
@@ -35,9 +36,11 @@ __all__ = [
     "UniformGrid",
     "certify",
     "certify_run",
+    "collect",
     "evaluate",
     "polish",
     "quantize",
+    "quantize_linear_",
     "refit",
     "solve",
 ]
@@ -49,6 +52,7 @@ _ROOMS = {
     "bakron.grids": ["CodebookGrid", "E8Grid", "UniformGrid"],
     "bakron.hessian": ["ESTIMATORS", "FACTORS"],
     "bakron.kron": ["Factor", "Kron"],
+    "bakron.modules": ["collect", "quantize_linear_"],
     "bakron.recheck": ["certify_run"],
     "bakron.solver": ["METHODS", "Certificate", "Solution", "certify", "polish", "refit", "solve"],
 }

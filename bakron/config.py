@@ -54,6 +54,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Damp = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"]
 DAMPINGS = {"damp_a": (0.1, 0.03, 0.3), "damp_b": (1.0, 0.3, 3.0)}  # the default, and what else auto tries
 
+SIZE_LIMIT = 1 << 16  # bytes of a recipe file
+DEPTH_LIMIT = 8  # of lists and mappings in a recipe file
+SHOWN = 200  # characters of a wrong value in a message
+
 
 class Recipe(BaseModel):
     """Every choice of a quantization run; `None` means "what fits the method", and `resolve` says what that is (a preset becomes what it is short for).
@@ -432,8 +436,15 @@ def _unknown(key: str) -> tuple[str, str | None, str | None]:
 def _wrong(key: str, value: object) -> tuple[str, str | None, str | None]:
     words = allowed(key)
     near = difflib.get_close_matches(str(value), words.replace(",", "").split(" "), n=1) if " or " in words else []
-    shown = json.dumps(value, default=repr) if not isinstance(value, str) else repr(value)
-    return f"{key} is {shown}", words, f"Perhaps {near[0]} is meant" if near else None
+    return f"{key} is {_shown(value)}", words, f"Perhaps {near[0]} is meant" if near else None
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool | int | float | NoneType):
+        return json.dumps(value)
+    if isinstance(value, str):
+        return repr(value) if len(value) <= SHOWN else repr(value[:SHOWN]) + "..."
+    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else f"of type {type(value).__name__}"
 
 
 def load(path: str | Path | None = None, **overrides: Any) -> Recipe:
@@ -474,7 +485,10 @@ def _read(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
+        if path.stat().st_size > SIZE_LIMIT:
+            raise RecipeError(f"{path} has {path.stat().st_size:,} bytes", f"a recipe, at most {SIZE_LIMIT:,}")
         text = path.read_text(encoding="utf-8-sig")
+        _refuse_bombs(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         _refuse_repeats(root)
         values = yaml.safe_load(text)
@@ -488,6 +502,8 @@ def _read(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         raise RecipeError(f"{where}: not YAML ({getattr(error, 'problem', None) or error})", "lines of the form `key: value`") from None
+    except (ValueError, TypeError, RecursionError) as error:  # no number or date, a mapping as a key, lists in lists in lists
+        raise RecipeError(f"{path} holds a value that cannot be read: {error}", "lines of the form `key: value`") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -496,11 +512,26 @@ def _read(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
+def _refuse_bombs(text: str) -> None:
+    """A recipe has no use for aliases and deep nesting, of which a few lines can stand for billions of values or take hours to read."""
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        alias = f"alias *{event.anchor} in a recipe" if isinstance(event, yaml.AliasEvent) else None
+        if alias or depth > DEPTH_LIMIT:
+            mark: Any = event.start_mark
+            raise yaml.MarkedYAMLError(problem=alias or f"lists or mappings nested {depth} deep", problem_mark=mark)
+
+
 def _refuse_repeats(root: Any) -> None:
     import yaml
 
     seen = set()
     for key, _ in root.value if isinstance(root, yaml.MappingNode) else []:
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="a key that is no word", problem_mark=key.start_mark)
         if key.value in seen:
             raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
         seen.add(key.value)

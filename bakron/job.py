@@ -106,6 +106,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
     where = device(recipe.device)
     check_groups(models.widths(models.early_config(source)), recipe.group_size)
     log(f"loading {source.name}")
+    if source.code:
+        log("warning: config.json names Python code of its own (auto_map), which is not run")
     tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
     tokens = None
     if recipe.method != "rtn":
@@ -113,6 +115,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
         tokens = corpus.windows(texts, tokenizer, length=recipe.length, sequences=recipe.sequences, seed=recipe.seed)
         log(f"calibration: {tokens.describe()}")
     model = models.read(source, torch.float32)
+    if tokens is not None:
+        models.check_tokens(model, tokens.ids)
     walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision)
     check_widths(walk, recipe)
     dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)

@@ -29,14 +29,17 @@ RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
 
 @dataclass
 class Clock:
-    """Seconds per stage."""
+    """Seconds per stage, and since the clock was made; `entered` is called with a stage's name when it begins."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    entered: Callable[[str], None] = lambda _: None
+    begun: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time of a with statement to a stage."""
         start = time.perf_counter()
+        self.entered(name)
         try:
             yield
         finally:
@@ -67,6 +70,7 @@ def run(
     keep: Callable[[int, dict[str, Rounded]], None],
     treat: Treat | None = None,
     progress: Progress = lambda *_: None,
+    observe: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> None:
     """Round every linear of every block, in place in the walk's model.
 
@@ -80,6 +84,7 @@ def run(
         keep: Called with every block's index and its rounded linears by name, before the next block starts.
         treat: What to do with a linear, in place of `round_linear`.
         progress: Called with (stage, done, total).
+        observe: Called with a linear's event when it is rounded.
 
     Raises:
         FactorError: A factor stays indefinite at the largest damping.
@@ -109,6 +114,9 @@ def run(
                     tried = candidates(kron, estimator.unweighted.get(name), recipe)
                     rounded[name] = round_best(linear, tried, recipe, dtype, whole, partial(gate.changes, name))
                 rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}))
+                rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
+                rounded[name].event["memory"] = memory()
+                observe(rounded[name].event)
         with clock.stage("write"):
             keep(i, rounded)
         if hidden is not None and recipe.inputs == "quantized" and i + 1 < len(walk):
@@ -152,7 +160,7 @@ def round_linear(
     event: dict[str, Any] = {"linear": name, "method": recipe.method, "shape": list(W.shape)}
     if kron is None:
         codes, values = grid.project(W)
-        event |= {"damping": {"a": [], "b": []}, "loss": None, "relative_loss": None}
+        event |= {"damping": {"a": [], "b": []}, "loss": None, "relative_loss": None, "nearest_loss": None}
         seconds = {"factor": 0.0, "fit": ready - factored, "sweep": time.perf_counter() - ready}
     else:
         solution = solve(W, kron, grid, order=order)
@@ -164,7 +172,7 @@ def round_linear(
             solution = polish(solution, W, kron, grid, sweeps=recipe.polish)
             losses["polish"] = solution.loss
         codes, values = solution.codes, solution.values
-        event |= _describe(solution, kron, W) | {"losses": losses, "damping_raised": raised}
+        event |= _describe(solution, kron, W) | {"nearest_loss": _nearest_loss(W, kron, grid), "losses": losses, "damping_raised": raised}
         seconds = {"factor": factored - start, "fit": ready - factored, "sweep": solution.seconds}
     event["seconds"] = {key: round(value, 6) for key, value in seconds.items()}
     linear.weight.data.copy_(values)
@@ -260,6 +268,13 @@ def _describe(solution: Solution, kron: Kron, W: Tensor) -> dict[str, Any]:
     }
 
 
+def _nearest_loss(W: Tensor, kron: Kron, grid: UniformGrid) -> float:
+    """Loss of rounding each weight to its nearest level of the same grid: what error feedback is measured against."""
+    E = grid.project(W)[1] - W
+    right = E @ kron.A.H.to(E)
+    return float((right * (E if kron.B is None else kron.B.times(E))).sum())  # float32 will do: it is for reading
+
+
 def _tell(estimator: Estimator, name: str, kron: Kron, ids: Tensor | None, heldout: Heldout | None, recipe: Recipe) -> dict[str, Any]:
     """What events.jsonl tells of a linear's Hessian."""
     found: dict[str, Any] = {
@@ -297,6 +312,16 @@ def bits_per_weight(levels: int, scale_bits: int, zero_bits: int, weights: int, 
     import math
 
     return math.log2(levels) + (scale_bits + zero_bits) * scales / max(weights, 1)
+
+
+def memory() -> dict[str, int | None]:
+    """Resident set of this process in bytes: now (None where the system does not tell), and at its largest so far."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            current = int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        current = None
+    return {"current": current, "peak": peak_memory()}
 
 
 def peak_memory() -> int:
