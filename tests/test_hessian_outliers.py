@@ -182,7 +182,9 @@ def test_sequences_held_out_count_in_no_factor_and_measure_errors(factor, tmp_pa
             flat = used[0].flatten(0, 1)
             assert_near(estimator.unweighted[name].H, flat.T @ flat)
         E = torch.randn(kron.B.size, kron.A.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        assert_near(heldout.changes(name, E.float())[:, 0], torch.einsum("nti,ij,ntj->nt", held[1], E, held[0]), rtol=1e-3)
+        measured = torch.einsum("nti,ij,ntj->nt", held[1], E, held[0])
+        assert_near(heldout.changes(name, E.float())[:, 0], measured, rtol=1e-3)
+        assert heldout.error(name, E.float()) == pytest.approx(float(measured.square().sum()), rel=1e-4)
 
 
 def test_number_held_out_is_part_of_a_stored_pass(tmp_path):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -229,8 +228,6 @@ def block_moments(
     dtype = torch.promote_types(inputs.dtype, dtype)
     steps: dict[str, Step] = {}
     for k in range(weighting.steps):
-        weights = {name: torch.zeros(inputs.shape[:2], dtype=dtype) for name in linears}
-        sizes = {name: torch.zeros(inputs.shape[: 1 if weighting.by_sequence else 2], dtype=dtype) for name in linears}
         steps = {
             name: Step(
                 (linear.out_features, linear.in_features),
@@ -244,15 +241,7 @@ def block_moments(
         }
         if clip is not None and weighting.b_by_input:
             _set_limits(walk, i, inputs, gradient, steps, clip, skip)
-
-        def visit(rows: slice, name: str, x: Tensor, g: Tensor) -> None:
-            a, size = steps[name].add(x[:, skip:], g[:, skip:])  # noqa: B023
-            at: Any = rows if a is None else (rows, slice(skip, None))
-            sizes[name][at] += size.cpu()  # noqa: B023
-            if a is not None:
-                weights[name][at] += a.cpu()  # noqa: B023
-
-        at_input = block_gradients(walk, i, inputs, gradient, visit)
+        weights, sizes, at_input = _add_all(walk, i, inputs, gradient, steps, skip)
         if bad := [name for name, step in steps.items() if not step.finite]:
             raise ModelError(
                 f"the gradients at {walk.prefix(i)}.{bad[0]} are not finite",
@@ -269,6 +258,28 @@ def block_moments(
         else:
             tensors[f"{name}.gradient"] = weights[name].reshape(-1)
     return tensors, at_input
+
+
+def _add_all(
+    walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], skip: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Add every token to each linear's step.
+
+    Returns:
+        Per linear the tokens' weights in A `[N, T]` and what they added to the trace of B (by sequence `[N]`), summed over samples; the gradient at the input.
+    """
+    weights = {name: torch.zeros(inputs.shape[:2], dtype=step.B.dtype) for name, step in steps.items()}
+    sizes = {name: weights[name].new_zeros(inputs.shape[: 1 if step.weighting.by_sequence else 2]) for name, step in steps.items()}
+
+    def visit(rows: slice, name: str, x: Tensor, g: Tensor) -> None:
+        a, size = steps[name].add(x[:, skip:], g[:, skip:])
+        if a is None:
+            sizes[name][rows] += size.cpu()
+        else:
+            sizes[name][rows, skip:] += size.cpu()
+            weights[name][rows, skip:] += a.cpu()
+
+    return weights, sizes, block_gradients(walk, i, inputs, gradient, visit)
 
 
 def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], clip: float, skip: int) -> None:

@@ -55,6 +55,10 @@ class Heldout:
         moved = {start: x @ E.to(x).T for start, x in self._inputs[name].items()}
         return torch.cat([torch.stack([(y * g).sum(-1).double() for g in self._gradients[name][start]], 1) for start, y in moved.items()])
 
+    def error(self, name: str, E: Tensor) -> float:
+        """`sum_t (g_t^T E x_t)^2` over the tokens held out, for each label sampled; arguments as for `changes`."""
+        return float(self.changes(name, E).square().sum())
+
     def tokens(self, name: str) -> tuple[Tensor, Tensor]:
         """Inputs `[t, n]` and gradients `[t, m]` of all tokens held out, once for each label sampled."""
         pairs = [(x.flatten(0, 1), g.flatten(0, 1)) for start, x in self._inputs[name].items() for g in self._gradients[name][start]]
