@@ -182,6 +182,7 @@ def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimato
         clip=recipe.clip,
         **common,
         held=job.held,
+        gate=recipe.gate,
         boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
         progress=progress,
     )

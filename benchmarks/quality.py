@@ -98,7 +98,9 @@ def _row(
     common = {"skip": int(recipe.skip_first), "dtype": getattr(torch, recipe.accumulate or "float32")}
     start = time.perf_counter()
     if recipe.hessian == "backprop":
-        options = dict(labels=recipe.labels or "sampled", samples=recipe.samples or 1, clip=recipe.clip, held=held, **common)
+        options = dict(
+            labels=recipe.labels or "sampled", samples=recipe.samples or 1, clip=recipe.clip, held=held, gate=recipe.gate, **common
+        )
         folder = store / f"seed{seed}-{_pass_name(recipe)}"
         estimator = ESTIMATORS["backprop"](walk, ids, folder, factor=recipe.factor or "mixed", seed=seed, **options)
     elif recipe.hessian is not None:

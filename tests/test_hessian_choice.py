@@ -215,6 +215,7 @@ def test_alignment_is_the_cosine_of_the_hessian_of_tokens_held_out(tmp_path):
     estimator = BackpropEstimator(walk, ids, tmp_path, seed=SEED, held=2, skip=1)
     krons = estimator.block(1, walk.apply(0, walk.embed(ids)[:3]))
     heldout = estimator.heldout(1)
+    assert estimator.unweighted == {}  # only the gate has a use for it
     for name in ("self_attn.v_proj", "mlp.down_proj"):
         x, g = (z.double() for z in heldout.tokens(name))
         assert len(x) == 18

@@ -163,7 +163,7 @@ def test_the_first_token_does_not_count_in_other_hessians():
 def test_sequences_held_out_count_in_no_factor_and_measure_errors(factor, tmp_path):
     model, ids = tiny_model("qwen3"), tokens(N, T)
     walk = Walk(model, T, batch=2)
-    estimator = BackpropEstimator(walk, ids, tmp_path, seed=SEED, factor=factor, held=2)
+    estimator = BackpropEstimator(walk, ids, tmp_path, seed=SEED, factor=factor, held=2, gate=True)
     expected, _ = autograd(model, ids, SEED)
     krons = estimator.block(0, walk.embed(ids)[: N - 2])
     heldout = estimator.heldout(0)
