@@ -9,9 +9,10 @@ RUN := .venv/bin/python
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -q
 READY := .venv/.installed
 MODEL := .venv/.model
+DOCS := .venv/.docs
 PEERS := .venv-peers/.installed
 
-.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers test-plugins clean
+.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers test-plugins docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -51,6 +52,9 @@ bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=
 bench-hessian: $(MODEL)  ## every Hessian with every factorisation; CALIBRATION, EVALUATION as above, ROWS="a;b" chooses rows
 	$(RUN) benchmarks/hessian.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(ROWS),--rows "$(ROWS)")
 
+docs: $(DOCS)  ## build the documentation into build/site, every warning an error
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
 clean:  ## remove the environment, caches and demo output
 	rm -rf .venv .venv-peers build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -59,6 +63,10 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into .venv (once; it downloads PyTorch and takes a few minutes)"
 	@test -x $(RUN) || $(PYTHON) -m venv .venv
 	@$(PIP) -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(DOCS): $(READY)
+	@$(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(PEERS): Makefile

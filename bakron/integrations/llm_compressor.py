@@ -45,7 +45,7 @@ class BakronModifier(GPTQModifier):
     must be of one length without padding, and come in the same order each time (`oneshot(..., shuffle_calibration_samples=False)`), and the model must be one that
     `bakron quantize` knows, in host memory.
 
-    Args:
+    Attributes:
         factor: A name in `bakron.FACTORS` but `sequence`; None: A of all tokens alike and B = I, which is GPTQ.
         scale: "observer": the scales of the scheme's observer, as GPTQModifier has them. Otherwise a scale rule of `UniformGrid.fit`, such as "curvature".
         damping: "diagonal" or "mean", see `Kron.damp`.
