@@ -1,7 +1,8 @@
 """`make bench-peers`: llm-compressor's one-sided GPTQ against bakron's `gptq` and `bakron` (gradients and all): same model, tokens and machine, one run.
 
-Each quantizes in a process of its own, from a Hugging Face directory to a Hugging Face directory; wall seconds and peak memory are those of the whole process, as
-the kernel counts them. Methods take turns, `--repeats` times, and the median counts. KL divergence and perplexity of all are measured here, on text that none has seen.
+Each quantizes in a process of its own, from a Hugging Face directory to a Hugging Face directory. Wall seconds and peak memory are those of the whole process, as
+the kernel counts them. Methods take turns, `--repeats` times, and the median counts. KL divergence and perplexity of all are measured here, on text that none
+has seen.
 Writes benchmarks/results/peers.json with `--json`.
 """
 
