@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bakron import config, rundir
 from bakron import data as corpus
 from bakron.errors import RecipeError
-from bakron.job import Job, StoredCodes, codes_of, make_estimator, prepare
+from bakron.job import Job, codes_of, make_estimator, prepare
 from bakron.job import device as device_of
 from bakron.models import load as models
 
@@ -75,11 +75,11 @@ def quantize(
         rundir.discard(target)  # half a run cannot be continued, and would be in the way of the next
         raise
     with clock.stage("write"):
-        stored_bits = _export(target, job)
+        exported = _export(target, job, log)
     if counts["raised"]:
         log(f"warning: damping had to be raised for {counts['raised']} linears (damping_raised in events.jsonl); more sequences would help")
     passes = getattr(estimator, "passes", None)
-    summary = _summary(job, counts, stored_bits, clock, time.perf_counter() - start) | {
+    summary = _summary(job, counts, exported, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
         "gate": {"held_out_sequences": job.held, "chosen": chosen} if job.held else None,
     }
@@ -169,7 +169,7 @@ def _round(job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen:
         if temporary is not None:
             (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)
 
-    run(job.walk, recipe, dtype=job.dtype, clock=clock, ids=job.used, estimator=estimator, keep=keep, progress=progress)
+    run(job.walk, recipe, dtype=job.scale_dtype, clock=clock, ids=job.used, estimator=estimator, keep=keep, progress=progress)
     if temporary is not None:
         shutil.rmtree(temporary)
     return estimator
@@ -181,25 +181,25 @@ def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Re
     return config.override(recipe.model_dump(exclude_unset=True), overrides).resolve()
 
 
-def _export(target: Path, job: Job) -> float:
-    """Write the checkpoint from the stored codes; returns stored bits per quantized weight."""
-    from bakron.export import FORMATS, Linear, write_checkpoint
+def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:
+    """Write the checkpoint from the stored codes; returns what the summary tells of it."""
+    from bakron import export
 
-    walk, source, form = job.walk, job.source, FORMATS[job.recipe.format]
-    stored = StoredCodes(target, job.recipe)
-    linears = {
-        f"{walk.prefix(i)}.{name}": (lambda i=i, name=name: Linear(*stored.linear(i, name)))
-        for i in range(len(walk))
-        for name in walk.layout.linears
-    }
-    sample = next(iter(linears.values()))().grid
-    where = source.path if source.path is not None and source.gguf is None else None
-    quantization = form.quantization_config(sample, [walk.layout.head])
-    write_checkpoint(target, job.model, job.tokenizer, where, job.dtype, linears, form.encode, quantization)
-    return form.bits(sample, job.dtype)
+    format, kind = job.recipe.format, job.recipe.gguf_type
+    content, form = job.content(target), export.form_of(format, kind)
+    export.write(target, format, kind, content)
+    grid = content.sample.grid
+    bits = form.bits(grid, job.dtype)
+    log(export.sizes(target, content, bits))
+    if caveat := form.caveat(grid):
+        log(f"note: {caveat}")
+    checks = export.verify(target, format, kind, content) if job.recipe.verify else ["not verified: nothing, by choice"]
+    for line in checks:
+        log(line)
+    return {"stored_bits_per_weight": round(bits, 4), "checks": checks}
 
 
-def _summary(job: Job, counts: dict[str, int], stored_bits: float, clock: Clock, total: float) -> dict[str, Any]:
+def _summary(job: Job, counts: dict[str, int], exported: dict[str, Any], clock: Clock, total: float) -> dict[str, Any]:
     import torch
 
     import bakron
@@ -217,9 +217,9 @@ def _summary(job: Job, counts: dict[str, int], stored_bits: float, clock: Clock,
         "seconds": seconds | {"total": round(total, 3)},
         "core_share": round(clock.seconds["solve"] / total, 5),
         "bits_per_weight": round(
-            bits_per_weight(recipe.levels or 0, torch.finfo(job.dtype).bits, zero_bits, counts["quantized"], counts["scales"]), 4
+            bits_per_weight(recipe.levels or 0, torch.finfo(job.scale_dtype).bits, zero_bits, counts["quantized"], counts["scales"]), 4
         ),
-        "stored_bits_per_weight": round(stored_bits, 4),
+        **exported,
         "parameters": {
             "quantized": counts["quantized"],
             "kept": parameters - counts["quantized"],

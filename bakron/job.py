@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, rundir
+from bakron import config, formats, rundir
 from bakron import data as corpus
 from bakron.errors import RecipeError
 from bakron.models import load as models
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from bakron.config import Recipe
+    from bakron.export import Content, Linear
     from bakron.grids import UniformGrid
     from bakron.hessian import Estimator
     from bakron.models.walk import Walk
@@ -38,7 +39,7 @@ class Job:
         tokens: Calibration windows; None for rtn.
         model: Loaded in float32.
         walk: The model block by block.
-        dtype: In which scales and all that is not quantized are stored.
+        dtype: In which all that is not quantized is stored.
         fingerprint: SHA-256 of the model's original weights.
     """
 
@@ -66,6 +67,21 @@ class Job:
         return max(1, count // GATE_SHARE)
 
     @property
+    def scale_dtype(self) -> torch.dtype:
+        """In which scales are stored: the format's, or `dtype`."""
+        import torch
+
+        kind = formats.holds(self.recipe.format, self.recipe.gguf_type).scale
+        return self.dtype if kind is None else getattr(torch, kind)
+
+    def content(self, target: Path) -> Content:
+        """What an export writes, with the codes kept in the output directory `target` of a run."""
+        from bakron.export import Content
+
+        linears = stored_linears(self.walk, StoredCodes(target, self.recipe))
+        return Content(self.model, self.tokenizer, self.source, self.dtype, linears, [self.walk.layout.head])
+
+    @property
     def used(self) -> torch.Tensor | None:
         """Token windows that factors are made from, `[N, T]`."""
         return None if self.tokens is None else self.tokens.ids[: len(self.tokens.ids) - self.held]
@@ -87,12 +103,15 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
     """
     import torch
 
+    from bakron.export import check_content
     from bakron.grids import check_groups
     from bakron.models.walk import Walk
     from bakron.pipeline import check_widths
 
     where = device(recipe.device)
-    check_groups(models.widths(models.early_config(source)), recipe.group_size)
+    widths = models.widths(models.early_config(source))
+    check_groups(widths, recipe.group_size)
+    formats.check_shapes(recipe.format, recipe.gguf_type, {name: (None, n) for name, n in widths.items()})
     log(f"loading {source.name}")
     tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
     tokens = None
@@ -101,6 +120,7 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
         tokens = corpus.windows(texts, tokenizer, length=recipe.length, sequences=recipe.sequences, seed=recipe.seed)
         log(f"calibration: {tokens.describe()}")
     model = models.read(source, torch.float32)
+    check_content(recipe.format, model.config, tokenizer, source)
     walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision)
     check_widths(walk, recipe)
     dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)
@@ -220,3 +240,14 @@ class StoredCodes:
                 f"{file}: codes {list(codes.shape)} and scales {list(scale.shape)} of {name} do not fit", "those of a finished run"
             )
         return codes.to(torch.int32), UniformGrid(scale, stored.get(f"{name}.zero"), self.low, self.high, groups)
+
+
+def stored_linears(walk: Walk, stored: StoredCodes) -> dict[str, Callable[[], Linear]]:
+    """By module name, something that reads a linear's codes and grid."""
+    from bakron.export import Linear
+
+    return {
+        f"{walk.prefix(i)}.{name}": (lambda i=i, name=name: Linear(*stored.linear(i, name)))
+        for i in range(len(walk))
+        for name in walk.layout.linears
+    }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bakron import formats
 from bakron.config import Recipe
 from bakron.errors import FactorError
 from bakron.grids import UniformGrid, check_groups
@@ -143,7 +144,9 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
     if kron is not None:
         kron, raised = damped(kron if recipe.method == "bakron" else Kron(kron.A), recipe, name)
     factored = time.perf_counter()
-    grid = UniformGrid.fit(W, recipe.levels, recipe.group_size, recipe.scale or "absmax", recipe.symmetric, kron, dtype=dtype)
+    form = formats.holds(recipe.format, recipe.gguf_type).form
+    rule = recipe.scale or "absmax"
+    grid = UniformGrid.fit(W, recipe.levels, recipe.group_size, rule, recipe.symmetric, kron, dtype=dtype, scale_format=form)
     fitted = time.perf_counter()
     event: dict[str, Any] = {"linear": name, "method": recipe.method, "shape": list(W.shape)}
     if kron is None:
@@ -239,12 +242,14 @@ def _spectrum(kron: Kron) -> dict[str, float | None]:
 
 
 def check_widths(walk: Walk, recipe: Recipe) -> None:
-    """Refuse a group size that does not divide some linear's width.
+    """Refuse a group size that does not divide some linear's width, and linears that do not fit the format's blocks.
 
     Raises:
         RecipeError: All such linears are named.
     """
-    check_groups({name: linear.in_features for name, linear in walk.linears(0).items()}, recipe.group_size)
+    linears = walk.linears(0)
+    check_groups({name: linear.in_features for name, linear in linears.items()}, recipe.group_size)
+    formats.check_shapes(recipe.format, recipe.gguf_type, {name: tuple(linear.weight.shape) for name, linear in linears.items()})
 
 
 def bits_per_weight(levels: int, scale_bits: int, zero_bits: int, weights: int, scales: int) -> float:

@@ -254,6 +254,8 @@ CHOICES = {
 }
 NO_EFFECT_ON_CODES = {
     "format",
+    "gguf_type",
+    "verify",
     "dtype",
     "batch",
     "device",
