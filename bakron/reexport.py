@@ -75,9 +75,10 @@ def export_run(
         for line in checks:
             log(line)
         record = {"model": summary["model"], "model_sha256": summary["model_sha256"], "format": format, "gguf_type": gguf_type}
-        record |= {"stored_bits_per_weight": round(bits, 4), "checks": checks, "recipe": recipe.model_dump()}
+        record |= {"stored_bits_per_weight": round(bits, 4), "checks": checks, "recipe": recipe.model_dump()}  # as it was run
+        written = recipe.model_dump() | {"format": format, "gguf_type": gguf_type}
         rundir.write_text(fresh / rundir.FOLDER / RECORD, json.dumps(record, indent=1))
-        rundir.write_text(fresh / "README.md", export.model_card(summary | record | {"recipe": record["recipe"] | {"format": format}}))
+        rundir.write_text(fresh / "README.md", export.model_card(summary | record | {"recipe": written}))
     return record
 
 

@@ -12,7 +12,6 @@ import bakron
 from bakron import config, data, pipeline
 from bakron.config import Recipe
 from bakron.errors import BakronError, DataError, FactorError, ModelError, OutputError, RecipeError
-from bakron.export import FORMATS
 from bakron.grids import UniformGrid, code_range
 from bakron.hessian import FACTORS, BackpropEstimator, InputEstimator, backprop
 from bakron.kron import Kron
@@ -290,7 +289,7 @@ def test_bits_are_short_for_levels(change, quantize):
     assert quantize(**change).weights == quantize(bits=3).weights
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["compressed-tensors", "packed", "dense"])  # the others have scales of their own
 def test_format_changes_the_file_and_not_the_codes(format, quantize):
     base, other = quantize(), quantize(format=format)
     assert same(base.tensors, other.tensors)

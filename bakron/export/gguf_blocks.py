@@ -108,19 +108,20 @@ def _double(module: str, linear: Linear, most: int) -> tuple[Tensor, Tensor]:
     """
     check_codes(module, linear)
     scale = _spread(linear.grid.scale.float(), linear.codes.shape[1], 16).unflatten(1, (-1, 16))
-    tall = scale.amax(2, keepdim=True)
-    d, whole, found = torch.zeros_like(tall), torch.ones_like(scale), torch.zeros_like(tall, dtype=torch.bool)
+    flat = scale.reshape(-1, 16)
+    d, whole, left = torch.zeros(len(flat)), torch.ones_like(flat), torch.arange(len(flat))
     for k in range(1, most + 1):
-        unit = (tall / k).half().float()
-        times = (scale / unit).round()
-        fits = ((times * unit == scale) & (times >= 1) & (times <= most)).all(2, keepdim=True) & ~found
-        d, whole, found = torch.where(fits, unit, d), torch.where(fits, times, whole), found | fits
-    if not bool(found.all()):
-        raise RecipeError(
-            f"scales of {module} that are no whole multiples, up to {most}, of one float16 for every 256 inputs",
-            do=f"Quantize again with --gguf-type {'q3_k' if most == 31 else 'q6_k'}",
-        )
-    return d[..., 0].half(), whole.to(torch.int32)
+        unit = (flat[left].amax(1) / k).half().float()
+        times = (flat[left] / unit[:, None]).round_()
+        fits = ((times * unit[:, None] == flat[left]) & (times >= 1) & (times <= most)).all(1)
+        d[left[fits]], whole[left[fits]] = unit[fits], times[fits]
+        left = left[~fits]
+        if not len(left):
+            return d.half().view(scale.shape[:2]), whole.to(torch.int32).view(scale.shape)
+    raise RecipeError(
+        f"scales of {module} that are no whole multiples, up to {most}, of one float16 for every 256 inputs",
+        do=f"Quantize again with --gguf-type {'q3_k' if most == 31 else 'q6_k'}",
+    )
 
 
 def _nibbles(codes: Tensor) -> Tensor:
