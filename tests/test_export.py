@@ -29,7 +29,7 @@ def text(tmp_path):
 
 
 def quantize(model, out, text, **recipe):
-    return bakron.quantize(model, out, **{**dict(levels=7, group_size=32, sequences=4, length=32, data=text), **recipe})
+    return bakron.quantize(model, out, **{**dict(levels=7, group_size=32, sequences=4, length=32, data=text, verify=False), **recipe})
 
 
 def stored_linears(out, symmetric=True):
@@ -136,7 +136,7 @@ def test_checkpoint_reloads_as_it_was_solved(kind, format, tmp_path, text):
 @pytest.mark.parametrize("format", FORMATS)
 def test_levels_and_groups(format, levels, group_size, tmp_path):
     path = save_tiny(tmp_path / "model", "llama")
-    bakron.quantize(path, tmp_path / "out", method="rtn", levels=levels, group_size=group_size, format=format)
+    bakron.quantize(path, tmp_path / "out", method="rtn", levels=levels, group_size=group_size, format=format, verify=False)
     assert_reloads(tmp_path / "out", tiny_model("llama"), torch.float32)
     for values in load_file(tmp_path / "out" / "bakron" / "codes" / "block_0000.safetensors").values():
         if not values.is_floating_point():
@@ -176,7 +176,7 @@ def test_dtypes(asked, stored, format, tmp_path, text):
     for name, tensor in load_file(tmp_path / "out" / "bakron" / "codes" / "block_0001.safetensors").items():
         assert tensor.dtype == (dtype if name.endswith(".scale") else torch.int8)
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("model", "out")]
-    if format == "compressed-tensors":
+    if format != "dense":
         assert sizes[1] < sizes[0]
     elif dtype == stored:
         assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
