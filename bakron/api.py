@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
+Observe = Callable[[dict[str, Any]], None]
 
 
 def quantize(
@@ -34,6 +35,7 @@ def quantize(
     recipe: Recipe | str | Path | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
+    observe: Observe | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Quantize every linear of a model's decoder blocks; embeddings and head are left alone.
@@ -44,6 +46,8 @@ def quantize(
         recipe: A recipe or the path of a YAML file.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
+        observe: Called with what happens, for a display: `{"stage": ...}` when a stage begins, `{"blocks": ..., "tokens": ...}` once they are known,
+            `{"memory": ...}` now and then, and with every line of `events.jsonl` as soon as its linear is rounded.
         **overrides: Fields of the recipe that win over it, such as `levels=7`.
 
     Returns:
@@ -53,7 +57,9 @@ def quantize(
         BakronError: Any of its subclasses; nothing is written for mistakes that can be found before the work starts.
     """
     start = time.perf_counter()
-    progress, log = progress or (lambda *_: None), log or (lambda _: None)
+    progress, observe = progress or (lambda *_: None), observe or (lambda _: None)
+    warnings: list[str] = []
+    log = _collecting(log or (lambda _: None), warnings)
     recipe = _recipe(recipe, overrides)
     source = models.find(str(model))
     target = rundir.check_output(out)
@@ -63,25 +69,34 @@ def quantize(
         corpus.check(recipe.data)
 
     from bakron.export.card import model_card
-    from bakron.pipeline import Clock
+    from bakron.hessian.outliers import warning as outliers_warning
+    from bakron.pipeline import Clock, memory
 
-    clock = Clock()
+    def shown(*step: Any) -> None:
+        observe({"memory": memory()})
+        progress(*step)
+
+    clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
         job = prepare(source, recipe, log)
-    counts, chosen = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int]()
+    observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
+    counts, chosen, outlying = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int](), list[dict[str, Any]]()
     try:
-        estimator = _round(job, target, clock, counts, chosen, progress)
+        estimator = _round(job, target, clock, counts, chosen, outlying, shown, observe)
     except BaseException:
         rundir.discard(target)  # half a run cannot be continued, and would be in the way of the next
         raise
     with clock.stage("write"):
         exported = _export(target, job, log)
+    if alarm := outliers_warning(outlying):
+        log(alarm)
     if counts["raised"]:
         log(f"warning: damping had to be raised for {counts['raised']} linears (damping_raised in events.jsonl); more sequences would help")
     passes = getattr(estimator, "passes", None)
     summary = _summary(job, counts, exported, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
         "gate": {"held_out_sequences": job.held, "chosen": chosen} if job.held else None,
+        "warnings": warnings,
     }
     rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
     rundir.write_text(target / "README.md", model_card(summary))
@@ -96,6 +111,9 @@ def evaluate(
     length: int = 512,
     sequences: int | None = None,
     device: str = "cpu",
+    tasks: Sequence[str] = (),
+    task_folder: str | Path | None = None,
+    limit: int | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
 ) -> dict[str, Any]:
@@ -108,11 +126,16 @@ def evaluate(
         length: Tokens per window.
         sequences: Windows from the start of the text; None = all.
         device: Where to compute.
+        tasks: Of lm-evaluation-harness (extra `eval`), run on the model and, if there is one, the reference.
+        task_folder: With task files of your own.
+        limit: Examples per task; None = all.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
 
     Returns:
-        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`.
+        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`; with tasks also "tasks" and, with a reference,
+        "reference_tasks": metrics by task, see `bakron.tasks.run`. If the model is the directory of a run, this is also written to `bakron/evaluation.json` in it,
+        for `bakron report`.
 
     Raises:
         BakronError: Any of its subclasses.
@@ -125,6 +148,14 @@ def evaluate(
     source = models.find(str(model), quantized=True)
     original = None if reference is None else models.find(str(reference), quantized=True)
     corpus.check(data)
+    if limit is not None and limit < 1:
+        raise RecipeError(f"limit {limit}", "at least 1")
+    if not tasks and (task_folder is not None or limit is not None):
+        raise RecipeError("a task folder or a limit without tasks", "tasks")
+    if tasks:
+        from bakron import tasks as harness
+
+        harness.check(tasks, task_folder)
 
     import torch
 
@@ -137,11 +168,29 @@ def evaluate(
     log(f"loading {source.name}" + (f" and {original.name}" if original else ""))
     loaded = models.read(source, torch.float32)
     models.check_length(loaded, length)
+    models.check_tokens(loaded, tokens.ids)
     base = None if original is None else models.read(original, torch.float32)
-    return evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    result = evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    for key, one in {"tasks": loaded, "reference_tasks": base}.items():
+        if tasks and one is not None:
+            log(f"{', '.join(tasks)} on {(source if one is loaded else original or source).name}")
+            result[key] = harness.run(one, tokenizer, tasks, folder=task_folder, limit=limit, device=device)
+    if source.path is not None and (source.path / rundir.FOLDER / "summary.json").is_file():
+        record = result | {"data": tokens.source, "data_sha256": tokens.sha256, "reference": None if original is None else original.name}
+        rundir.write_text(source.path / rundir.FOLDER / "evaluation.json", json.dumps(record, indent=1))
+    return result
 
 
-def _round(job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen: dict[str, int], progress: Progress) -> Estimator | None:
+def _round(
+    job: Job,
+    target: Path,
+    clock: Clock,
+    counts: dict[str, int],
+    chosen: dict[str, int],
+    outlying: list[dict[str, Any]],
+    progress: Progress,
+    observe: Observe,
+) -> Estimator | None:
     """Run estimator and block loop; leaves recipe, codes and events in the output directory, and counts of what happened in the dictionaries."""
     import torch
 
@@ -165,14 +214,36 @@ def _round(job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen:
                 chosen[one.event["gate"]["chosen"]] = chosen.get(one.event["gate"]["chosen"], 0) + 1
             counts["quantized"] += one.codes.numel()
             counts["scales"] += one.grid.scale.numel()
+            outlying.append(one.event.get("outliers", {}))
             counts["raised"] += one.event.get("damping_raised", False)
         if temporary is not None:
             (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)
 
-    run(job.walk, recipe, dtype=job.scale_dtype, clock=clock, ids=job.used, estimator=estimator, keep=keep, progress=progress)
+    run(
+        job.walk,
+        recipe,
+        dtype=job.scale_dtype,
+        clock=clock,
+        ids=job.used,
+        estimator=estimator,
+        keep=keep,
+        progress=progress,
+        observe=observe,
+    )
     if temporary is not None:
         shutil.rmtree(temporary)
     return estimator
+
+
+def _collecting(log: Log, warnings: list[str]) -> Log:
+    """A log that also keeps warnings, for the record of the run."""
+
+    def both(message: str) -> None:
+        if message.startswith("warning: "):
+            warnings.append(message.removeprefix("warning: "))
+        log(message)
+
+    return both
 
 
 def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Recipe:

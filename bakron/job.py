@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
-GATE_SHARE = 8  # the gate holds out one sequence in so many
+HELD_SHARE, HELD_LEAST = 8, 2  # one sequence in so many is held out to choose by, and at least so many: a standard error needs two
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,14 @@ class Job:
 
     @cached_property
     def held(self) -> int:
-        """Sequences that the gate keeps out of the factors: the last ones.
+        """Sequences that are kept out of the factors, the last ones: what `gate` and damping `auto` choose by.
 
         Raises:
-            RecipeError: There is only one sequence.
+            RecipeError: There are too few sequences.
         """
-        if not self.recipe.gate or self.tokens is None:
+        if not self.recipe.chooses or self.tokens is None:
             return 0
-        count = len(self.tokens.ids)
-        if count < 2:
-            raise RecipeError("gate with a text of one sequence, which it would hold out", "at least 2 sequences", "Use a longer text")
-        return max(1, count // GATE_SHARE)
+        return held_out(len(self.tokens.ids))
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -85,6 +82,21 @@ class Job:
     def used(self) -> torch.Tensor | None:
         """Token windows that factors are made from, `[N, T]`."""
         return None if self.tokens is None else self.tokens.ids[: len(self.tokens.ids) - self.held]
+
+
+def held_out(sequences: int) -> int:
+    """How many of a run's sequences are held out to choose by.
+
+    Raises:
+        RecipeError: None would be left.
+    """
+    if sequences <= HELD_LEAST:
+        raise RecipeError(
+            f"gate or damping auto with a text of {sequences} sequences, two of which would be held out",
+            "at least 3 sequences",
+            "Use a longer text",
+        )
+    return max(HELD_LEAST, sequences // HELD_SHARE)
 
 
 def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
@@ -113,6 +125,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
     check_groups(widths, recipe.group_size)
     formats.check_shapes(recipe.format, recipe.gguf_type, {name: (None, n) for name, n in widths.items()})
     log(f"loading {source.name}")
+    if source.code:
+        log("warning: config.json names Python code of its own (auto_map), which is not run")
     tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
     tokens = None
     if recipe.method != "rtn":
@@ -121,6 +135,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
         log(f"calibration: {tokens.describe()}")
     model = models.read(source, torch.float32)
     check_content(recipe.format, model.config, tokenizer, source)
+    if tokens is not None:
+        models.check_tokens(model, tokens.ids)
     walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision)
     check_widths(walk, recipe)
     dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)
@@ -160,17 +176,19 @@ def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimato
     Returns:
         The estimator, None for rtn; and the directory of the gradient pass if it is to be removed afterwards.
     """
+    import torch
+
     from bakron.hessian import ESTIMATORS
 
     recipe = job.recipe
     if job.tokens is None:
         return None, None
     estimate = ESTIMATORS[recipe.hessian or "backprop"]
-    skip = int(recipe.skip_first)
+    common = {"skip": int(recipe.skip_first), "dtype": getattr(torch, recipe.accumulate or "float32")}
     if recipe.hessian == "input":
-        return estimate(job.walk, skip=skip), None
+        return estimate(job.walk, **common), None
     if recipe.hessian != "backprop":
-        return estimate(job.walk, factor=recipe.factor, skip=skip), None
+        return estimate(job.walk, factor=recipe.factor, **common), None
     store = Path(recipe.factors).expanduser() if recipe.factors else target / rundir.FOLDER / "gradients"
     estimator = estimate(
         job.walk,
@@ -181,7 +199,7 @@ def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimato
         fingerprint=job.fingerprint,
         labels=recipe.labels or "sampled",
         clip=recipe.clip,
-        skip=skip,
+        **common,
         held=job.held,
         boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
         progress=progress,

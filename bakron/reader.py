@@ -1,4 +1,4 @@
-"""Reads checkpoints of format `packed`. After `import bakron.reader`, `AutoModelForCausalLM.from_pretrained` loads them like any other; needs only torch and transformers.
+"""Reads checkpoints of format `packed`: after `import bakron.reader`, `AutoModelForCausalLM.from_pretrained` loads them. Needs only torch and transformers.
 
 Per linear P `[m, n]` of L levels, group size g (G = n / g, or 1):
 
@@ -26,7 +26,9 @@ METHOD = "bakron"
 
 def word(levels: int) -> tuple[int, int]:
     """Codes in a word, and its bytes."""
-    count, size = max(((int(8 * size / math.log2(levels) + 1e-9), size) for size in range(1, 8)), key=lambda pair: (pair[0] / pair[1], -pair[1]))
+    count, size = max(
+        ((int(8 * size / math.log2(levels) + 1e-9), size) for size in range(1, 8)), key=lambda pair: (pair[0] / pair[1], -pair[1])
+    )
     return count, size
 
 

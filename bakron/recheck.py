@@ -54,6 +54,11 @@ def certify_run(
     target = Path(run).expanduser()
     summary, events = read_records(target)
     recipe = config.load(target / rundir.FOLDER / "recipe.yaml").resolve()
+    if recipe.refit or recipe.polish:
+        raise OutputError(
+            f"{target} is a run with {'refit' if recipe.refit else 'polish'}, after which values are no nearest-plane rounding any more",
+            "a run without refit and polish",
+        )
     source = models.find(str(model or summary["model"]))
     job = prepare(source, recipe, log or (lambda _: None))
     _same_inputs(job, summary)
@@ -67,7 +72,8 @@ def certify_run(
         estimator, _ = make_estimator(job, Path(scratch), progress or (lambda *_: None))
         walk_blocks(
             job.walk,
-            recipe.model_copy(update={"gate": False}),  # what the gate chose is in the events; `held` stays out of the factors all the same
+            # what was chosen for each linear is in the events; the sequences to choose by stay out of the factors all the same
+            recipe.model_copy(update={"gate": False, "damp_a": 0.0, "damp_b": 0.0} if recipe.chooses else {}),
             dtype=job.scale_dtype,
             clock=Clock(),
             ids=job.used,
@@ -109,13 +115,14 @@ class _Recheck:
         if kron is None:
             kron = Kron(torch.eye(W.shape[1]))
         else:
-            chosen = self.events[name].get("gate", {}).get("chosen", "two-sided")
-            if chosen == "unweighted":
+            gate = self.events[name].get("gate", {"chosen": "two-sided", "damp_a": recipe.damp_a, "damp_b": recipe.damp_b})
+            if gate["chosen"] == "unweighted":
                 kron = Kron(self.estimator.unweighted[within])  # type: ignore[union-attr]
-            elif chosen == "one-sided" or recipe.method != "bakron":
+            elif gate["damp_b"] is None or recipe.method != "bakron":
                 kron = Kron(kron.A)
+            recipe = recipe.model_copy(update={side: gate[side] for side in ("damp_a", "damp_b")})
             kron, _ = damped(kron, recipe, name)
-        proof = certify(values, W, kron, grid)
+        proof = certify(values, W, kron, grid, order=recipe.order or "natural")
         linear.weight.data.copy_(values)
         event = {"linear": name, "shape": list(W.shape), "violations": proof.violations, "max_gap": proof.max_gap}
         return Rounded(values, codes, grid, event)

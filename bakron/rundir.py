@@ -101,10 +101,20 @@ class Events:
         self.path = path
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Append one event."""
+        """Append one event.
+
+        Raises:
+            OutputError: It holds a number that is not finite.
+        """
+        try:
+            line = json.dumps(event, allow_nan=False)
+        except ValueError as error:
+            raise OutputError(
+                f"a figure of {event.get('linear', 'the run')} is not finite", "a model whose losses float32 can hold"
+            ) from error
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event, allow_nan=False) + "\n")
+            file.write(line + "\n")
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from bakron import config, data, rundir
 from bakron.evaluation import compare
 from bakron.hessian import ESTIMATORS
 from bakron.hessian.factor import FACTORS, weighting
+from bakron.job import held_out
 from bakron.models import load as models
 from bakron.models.walk import Walk
 from bakron.pipeline import Clock, Rounded, bits_per_weight, run
@@ -93,7 +94,7 @@ def _row(
         counts["weights"] += sum(one.codes.numel() for one in rounded.values())
         counts["scales"] += sum(one.grid.scale.numel() for one in rounded.values())
 
-    estimator, held = None, max(1, len(ids) // 8) if recipe.gate else 0
+    estimator, held = None, held_out(len(ids)) if recipe.chooses else 0
     start = time.perf_counter()
     if recipe.hessian == "backprop":
         options = dict(labels=recipe.labels or "sampled", clip=recipe.clip, skip=int(recipe.skip_first), held=held)
@@ -128,7 +129,7 @@ def _pass_name(recipe: config.Recipe) -> str:
         recipe.labels == "empirical" and "empirical",
         clipped and f"clip{recipe.clip}",
         recipe.skip_first and "skip",
-        recipe.gate and "held",
+        recipe.chooses and "held",
     ]
     return "-".join([name, *(extra for extra in extras if extra)])
 

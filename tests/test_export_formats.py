@@ -49,7 +49,9 @@ def unpack(format, kind, tensors, config, shape):
         if not weights["symmetric"]:
             zero = stream(arrays["weight_zero_point"].T, width, m).T
         assert weights["symmetric"] == ("weight_zero_point" not in arrays)
-        assert (weights["strategy"], weights.get("group_size")) == (("group", n // scale.shape[1]) if scale.shape[1] > 1 else ("channel", None))
+        assert (weights["strategy"], weights.get("group_size")) == (
+            ("group", n // scale.shape[1]) if scale.shape[1] > 1 else ("channel", None)
+        )
         return (codes - per_input(zero, n)) * per_input(scale.astype(np.float64), n)
     if format == "gptq":
         width, groups = config["bits"], arrays["g_idx"]
@@ -127,7 +129,9 @@ def test_codes_outside_their_grid_never_spill_over(format, kind, wrong):
     symmetric = True in GGUF_TYPES[kind].levels if kind else True
     linear = random_linear(kind, 7, symmetric, (32, 512), 32, 0)
     linear.codes[3, 5] = linear.grid.low - 1 if wrong < 0 else linear.grid.high + 1
-    with pytest.raises(OutputError, match=f"a code {int(linear.codes[3, 5])} of p; expected codes from {linear.grid.low} to {linear.grid.high}"):
+    with pytest.raises(
+        OutputError, match=f"a code {int(linear.codes[3, 5])} of p; expected codes from {linear.grid.low} to {linear.grid.high}"
+    ):
         form_of(format, kind).encode("p", linear, torch.float16)
 
 
@@ -139,7 +143,9 @@ def test_zero_points_outside_their_codes_never_spill_over(format):
         form_of(format, None).encode("p", linear, torch.float16)
 
 
-@pytest.mark.parametrize("format, kind, dtype", [("gptq", None, None), ("gguf", "q4_0", None), ("compressed-tensors", None, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "format, kind, dtype", [("gptq", None, None), ("gguf", "q4_0", None), ("compressed-tensors", None, torch.bfloat16)]
+)
 def test_scales_are_never_rounded_on_the_way(format, kind, dtype):
     linear = random_linear(None, 7, True, (32, 64), 32, 0, torch.float32)
     with pytest.raises(RecipeError, match=f"scales of p that {'b' if dtype else ''}float16 cannot hold \\(they are float32\\)"):
@@ -196,7 +202,11 @@ def test_files_of_a_run_unpack_to_its_codes(format, kind, levels, symmetric, gro
         for name in [key.removesuffix(".codes") for key in stored if key.endswith(".codes")]:
             module, codes = f"model.layers.{i}.{name}", stored[f"{name}.codes"].to(torch.int32)
             grid = UniformGrid(stored[f"{name}.scale"], stored.get(f"{name}.zero"), low, high, group)
-            own = {f"p{key.removeprefix(module)}": tensors.pop(key) for key in list(tensors) if key.startswith(module + ".") and "bias" not in key}
+            own = {
+                f"p{key.removeprefix(module)}": tensors.pop(key)
+                for key in list(tensors)
+                if key.startswith(module + ".") and "bias" not in key
+            }
             assert np.array_equal(unpack(format, None, own, config, codes.shape), grid.values(codes, torch.float64).numpy())
             before.pop(f"{module}.weight")
     assert tensors.keys() == before.keys() and all(torch.equal(tensors[name], before[name]) for name in before)

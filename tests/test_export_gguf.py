@@ -62,7 +62,9 @@ def test_llama_biases_follow_their_rows(tmp_path):
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(out / "model-Q4_0.gguf").tensors}
     bias = load_file(path / "model.safetensors")["model.layers.1.self_attn.q_proj.bias"].numpy()
     assert np.array_equal(tensors["blk.1.attn_q.bias"], bias.reshape(4, 2, 8).transpose(0, 2, 1).flatten())
-    assert np.array_equal(tensors["blk.1.attn_v.bias"], load_file(path / "model.safetensors")["model.layers.1.self_attn.v_proj.bias"].numpy())
+    assert np.array_equal(
+        tensors["blk.1.attn_v.bias"], load_file(path / "model.safetensors")["model.layers.1.self_attn.v_proj.bias"].numpy()
+    )
 
 
 def test_rows_and_back():
@@ -86,7 +88,11 @@ def test_vocabulary(cut, tmp_path):
     vocabulary = tokenizer.get_vocab()
     assert all(tokens[number] == token for token, number in vocabulary.items())
     assert types[1] == types[2] == gguf.TokenType.CONTROL and set(types[len(vocabulary) :]) <= {gguf.TokenType.UNUSED}
-    assert (found["tokenizer.ggml.bos_token_id"], found["tokenizer.ggml.eos_token_id"], found["tokenizer.ggml.add_bos_token"]) == (1, 2, True)
+    assert (found["tokenizer.ggml.bos_token_id"], found["tokenizer.ggml.eos_token_id"], found["tokenizer.ggml.add_bos_token"]) == (
+        1,
+        2,
+        True,
+    )
     assert found["tokenizer.chat_template"] == tokenizer.chat_template
     if cut == "llama":
         scores = found["tokenizer.ggml.scores"]
@@ -105,7 +111,14 @@ def test_vocabulary_of_a_gguf_source_is_copied(tmp_path):
 
 
 def test_hyperparameters(tmp_path):
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     path = save_tiny(tmp_path / "model", "llama", tokenizer=tiny_bpe(), rope_parameters=rope)
     bakron.quantize(path, tmp_path / "out", method="rtn", format="gguf")
     reader = gguf.GGUFReader(tmp_path / "out" / "model-Q4_0.gguf")
@@ -142,5 +155,7 @@ def test_what_llama_cpp_has_no_words_for_is_refused_before_the_run(kind, changes
 
 def test_layers_that_do_not_fill_blocks_are_refused_before_the_run(tmp_path):
     path = save_tiny(tmp_path / "model", "llama", tokenizer=tiny_bpe())
-    with pytest.raises(RecipeError, match=r"the 64 inputs of q_proj.* in format gguf, type q3_k; expected a multiple of 256\. Use --gguf-type q4_0"):
+    with pytest.raises(
+        RecipeError, match=r"the 64 inputs of q_proj.* in format gguf, type q3_k; expected a multiple of 256\. Use --gguf-type q4_0"
+    ):
         bakron.quantize(path, tmp_path / "out", method="rtn", format="gguf", gguf_type="q3_k")

@@ -12,6 +12,7 @@ from problems import problem
 from bakron.errors import RecipeError, ShapeError
 from bakron.grids import TABLES, CodebookGrid, E8Grid, UniformGrid, check_group, code_range
 from bakron.grids.codebook import lloyd_max
+from bakron.grids.scales import fit_scale, snapper
 from bakron.kron import Kron
 
 
@@ -71,6 +72,26 @@ def test_curvature_lowers_the_pivot_weighted_error(levels, symmetric):
     mse, curvature = (UniformGrid.fit(W, levels, 12, rule, symmetric, p.kron) for rule in ("mse", "curvature"))
     assert error(curvature, W, weights) < error(mse, W, weights)
     assert error(mse, W) <= error(curvature, W) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("codes", [(-3, 3), (-4, 3), (-8, 7)])
+@pytest.mark.parametrize(("rows", "groups", "size"), [(6, 3, 16), (4, 1, 40), (9, 2, 7)])
+def test_the_compiled_search_finds_what_the_plain_one_finds(codes, rows, groups, size):
+    W = weight(rows, groups * size).reshape(rows, groups, size)
+    W[0], W[1] = 0, W[1] * 1e-30
+    weights = torch.rand(1, groups, size, generator=torch.Generator().manual_seed(1)) + 0.01
+    widest = W.abs().amax(-1, keepdim=True) / -codes[0]
+    snap = snapper("float", torch.bfloat16, widest)
+
+    def cost(scale):
+        scale = scale[..., None]
+        unit = widest + (widest == 0)
+        return (weights * (((W / scale).round().clamp(*codes) * scale - W) / unit).square()).sum(-1)
+
+    rounding = lambda x: x.round_().clamp_(*codes)  # noqa: E731
+    plain, compiled = (fit_scale(W, weights, widest, rounding, snap, True, which) for which in (None, codes))
+    assert torch.allclose(cost(compiled), cost(plain), rtol=1e-4)
+    assert (cost(compiled)[1:] < cost(snap(widest)[..., 0])[1:]).any()
 
 
 def test_curvature_needs_the_kron_and_survives_groups_of_dead_inputs():

@@ -54,13 +54,20 @@ def test_zero_points_go_where_they_can(place, tmp_path):
     loaded = read(find(str(tmp_path / "out"), quantized=True), torch.float32)
     bakron.export_run(place / "asymmetric", tmp_path / "dense", format="dense")
     dense = read(find(str(tmp_path / "dense")), torch.float32)
-    assert all(torch.equal(ours, dense.get_parameter(name)) for name, ours in loaded.named_parameters() if name in dict(dense.named_parameters()))
+    assert all(
+        torch.equal(ours, dense.get_parameter(name)) for name, ours in loaded.named_parameters() if name in dict(dense.named_parameters())
+    )
 
 
 @pytest.mark.parametrize(
     "run, given, kind, message",
     [
-        ("asymmetric", dict(format="gptq"), RecipeError, r"scales of model\.layers\.0\.self_attn.* that float16 cannot hold \(they are float32\)"),
+        (
+            "asymmetric",
+            dict(format="gptq"),
+            RecipeError,
+            r"scales of model\.layers\.0\.self_attn.* that float16 cannot hold \(they are float32\)",
+        ),
         ("asymmetric", dict(format="gguf"), RecipeError, "group size 16 in format gguf, type q4_1; expected a multiple of 32"),
         ("run", dict(format="gguf", gguf_type="q3_k"), RecipeError, "the 64 inputs of .* expected a multiple of 256"),
         ("run", dict(format="gguf", gguf_type="q4_1"), RecipeError, "symmetric levels in format gguf, type q4_1"),
@@ -116,7 +123,9 @@ def test_nothing_else_is_ever_replaced(place, tmp_path):
         assert tree(out) == before
 
 
-@pytest.mark.parametrize("format, file", [("compressed-tensors", "model.safetensors"), ("packed", "model.safetensors"), ("gguf", "model-Q4_0.gguf")])
+@pytest.mark.parametrize(
+    "format, file", [("compressed-tensors", "model.safetensors"), ("packed", "model.safetensors"), ("gguf", "model-Q4_0.gguf")]
+)
 def test_a_flipped_bit_is_found(format, file, place, tmp_path, monkeypatch):
     write = export.write
 
@@ -147,7 +156,9 @@ def test_sharded_output_has_an_index_and_loads(place, tmp_path, monkeypatch):
 
 
 def test_command(place, tmp_path):
-    result = CliRunner().invoke(app, ["export", str(place / "run"), str(tmp_path / "out"), "--format", "gguf", "--gguf-type", "q8_0", "--no-verify"])
+    result = CliRunner().invoke(
+        app, ["export", str(place / "run"), str(tmp_path / "out"), "--format", "gguf", "--gguf-type", "q8_0", "--no-verify"]
+    )
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "model-Q8_0.gguf").is_file()
     assert json.loads((tmp_path / "out" / "bakron" / "export.json").read_text())["checks"] == ["not verified: nothing, by choice"]

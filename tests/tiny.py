@@ -44,7 +44,9 @@ def tiny_bpe(cut: str = "gpt-2", size: int = 120) -> Any:
         core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
         core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
         core.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False))
-        core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        core.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
     else:
         core = Tokenizer(models.BPE())
         level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -102,9 +104,7 @@ def tiny_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     return model.eval()
 
 
-def save_tiny(
-    path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | None = None, tokenizer: Any = None, **changes: Any
-) -> Path:
+def save_tiny(path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | None = None, tokenizer: Any = None, **changes: Any) -> Path:
     """Write a tiny model, its tokenizer (default: `tiny_tokenizer`) and its generation config to a directory, as a user would have it on disk.
 
     `AutoTokenizer` reads the tokenizer of a `qwen2` directory as a byte-level one, which knows neither blank nor newline; it still works.

@@ -69,7 +69,9 @@ def check_model(config: Any) -> None:
         ModelError: Its architecture, rotary embedding or attention window is none that this format writes.
     """
     if config.model_type not in ARCHITECTURES:
-        raise ModelError(f"a model of type {config.model_type!r} in format gguf", f"one of {', '.join(ARCHITECTURES)}", "Use --format dense")
+        raise ModelError(
+            f"a model of type {config.model_type!r} in format gguf", f"one of {', '.join(ARCHITECTURES)}", "Use --format dense"
+        )
     if (rope := rope_of(config)["rope_type"]) not in ROPES:
         raise ModelError(f"a rotary embedding of type {rope!r} in format gguf", f"one of {', '.join(ROPES)}", "Use --format dense")
     window = getattr(config, "sliding_window", None)

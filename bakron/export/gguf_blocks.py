@@ -41,7 +41,9 @@ def q4_1(module: str, linear: Linear) -> Tensor:
     zero = _spread(linear.grid.zero, linear.codes.shape[1], 32)
     least = -d.float() * zero
     if not torch.equal(least.half().float(), least):
-        raise RecipeError(f"zero points of {module} whose product with the scale float16 cannot hold", do="Quantize again with --gguf-type q4_1")
+        raise RecipeError(
+            f"zero points of {module} whose product with the scale float16 cannot hold", do="Quantize again with --gguf-type q4_1"
+        )
     return _join(_bytes(d), _bytes(least.half()), _nibbles(linear.codes.reshape(*d.shape, 32)))
 
 

@@ -90,7 +90,9 @@ def _tokens(core: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     unknown = core["model"].get("unk_token")
     for text, number in core["model"]["vocab"].items():
         if number >= size:
-            raise ModelError(f"token {number} of the tokenizer", f"less than {size}, the rows of the embedding", "Get the model's own tokenizer")
+            raise ModelError(
+                f"token {number} of the tokenizer", f"less than {size}, the rows of the embedding", "Get the model's own tokenizer"
+            )
         tokens[number] = text
         byte = core["model"].get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", text)
         types[number] = int(TokenType.UNKNOWN if text == unknown else TokenType.BYTE if byte else TokenType.NORMAL)

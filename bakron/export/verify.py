@@ -52,7 +52,10 @@ def verify(out: Path, format: str, gguf_type: str | None, content: Content) -> l
         found, codes = model.get_submodule(module), linear()
         _compare(module, _weight_of(found).float(), codes.grid.values(codes.codes).to(content.dtype).float(), format)
     _forward(model, content.model.config.vocab_size)
-    return [*lines, f"verified: transformers loads it, all {count} linears are scale * (code - zero), and a forward pass of {WINDOW} tokens is finite"]
+    return [
+        *lines,
+        f"verified: transformers loads it, all {count} linears are scale * (code - zero), and a forward pass of {WINDOW} tokens is finite",
+    ]
 
 
 def _weight_of(module: nn.Module) -> Tensor:

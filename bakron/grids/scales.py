@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,16 +92,21 @@ def _double(most: int, widest: Tensor, size: int) -> Snap:
     m, groups, _ = widest.shape
     share = max(SUPER // size, 1)
     if groups * size % SUPER or (SUPER % size and size % SUPER):
-        raise RecipeError(f"{groups} groups of {size} inputs in scale format int{6 if most == 31 else 8}", f"whole blocks of {SUPER} inputs")
+        raise RecipeError(
+            f"{groups} groups of {size} inputs in scale format int{6 if most == 31 else 8}", f"whole blocks of {SUPER} inputs"
+        )
     tall = widest.reshape(m, groups // share, share).amax(2, keepdim=True) / most
     unit = tall.clamp(2.0**-24, 65504).half().float().expand(-1, -1, share).reshape(m, groups, 1)
     return lambda scale: (scale / unit).round().clamp(1, most) * unit
 
 
-def fit_scale(W: Tensor, weights: Tensor, widest: Tensor, rounding: Rounding, snap: Snap, search: bool) -> Tensor:
+def fit_scale(
+    W: Tensor, weights: Tensor, widest: Tensor, rounding: Rounding, snap: Snap, search: bool, codes: tuple[int, int] | None = None
+) -> Tensor:
     """Scale per group of `W [m, G, g]`: the best of a line of shrunken `widest [m, G, 1]`, then closed-form least squares on its levels.
 
-    Only scales that `snap` can hold are compared, so the best one is the best that can be stored.
+    Only scales that `snap` can hold are compared, so the best one is the best that can be stored. `codes` says that `rounding` is to the integers of that range,
+    for which there is a compiled search on a CPU.
     """
     levels = rounding(torch.zeros_like(widest))
     idle = torch.where(
@@ -109,24 +115,47 @@ def fit_scale(W: Tensor, weights: Tensor, widest: Tensor, rounding: Rounding, sn
     widest = snap(torch.where(widest > 0, widest, idle))
     if not search:
         return widest[..., 0]
-    best, scale, unit = torch.full_like(widest, torch.inf), widest, widest
-
-    def consider(candidate: Tensor) -> None:
-        nonlocal best, scale
-        residual = (rounding(W / candidate) * candidate - W).div_(unit)  # in steps, so that squares of tiny weights do not vanish
-        err = (weights * residual.square_()).sum(-1, keepdim=True)
-        better = err < best
-        best, scale = torch.where(better, err, best), torch.where(better, candidate, scale)
-
-    consider(snap(2 * widest))  # a coarse format may have rounded the widest scale down
-    for k in range(SHRINKS):
-        consider(snap(widest * (1 - (1 - SMALLEST) * k / SHRINKS)))
+    keep = _best_by_loop(W, weights, widest, rounding) if codes is None or W.is_cuda else _best_by_kernel(W, weights, widest, codes)
+    # A coarse format may have rounded the widest scale down, so the line starts above it.
+    line = [2.0] + [1 - (1 - SMALLEST) * k / SHRINKS for k in range(SHRINKS)]
+    scale = keep(torch.stack([snap(widest * shrink) for shrink in line]))
     for _ in range(REFINEMENTS):
         levels = rounding(W / scale)
         power = (weights * levels.square()).sum(-1, keepdim=True)
         candidate = torch.where(power > 0, (weights * levels * W).sum(-1, keepdim=True) / power.clamp_min(1e-38), scale)
-        consider(snap(torch.where(candidate > 0, candidate, scale)))
+        scale = keep(snap(torch.where(candidate > 0, candidate, scale))[None])
     return scale[..., 0]
+
+
+def _best_by_loop(W: Tensor, weights: Tensor, unit: Tensor, rounding: Rounding) -> Callable[[Tensor], Tensor]:
+    """A function of candidate scales `[K, m, G, 1]` that returns the best, `[m, G, 1]`, of all it has been given so far; errors count in `unit`s."""
+    best, scale = torch.full_like(unit, torch.inf), unit
+
+    def keep(candidates: Tensor) -> Tensor:
+        nonlocal best, scale
+        for candidate in candidates:
+            residual = (rounding(W / candidate) * candidate - W).div_(unit)  # in steps, so that squares of tiny weights do not vanish
+            err = (weights * residual.square_()).sum(-1, keepdim=True)
+            better = err < best
+            best, scale = torch.where(better, err, best), torch.where(better, candidate, scale)
+        return scale
+
+    return keep
+
+
+def _best_by_kernel(W: Tensor, weights: Tensor, unit: Tensor, codes: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+    """The same for rounding to the integers from `codes[0]` to `codes[1]`."""
+    from bakron.grids.scales_cpu import keep_best
+
+    units = unit[..., 0].contiguous()
+    best, scale = torch.full_like(units, torch.inf), units.clone()
+    arrays = [tensor.contiguous().numpy() for tensor in (W, weights, units)]
+
+    def keep(candidates: Tensor) -> Tensor:
+        keep_best(*arrays, candidates[..., 0].contiguous().numpy(), np.float32(codes[0]), np.float32(codes[1]), best.numpy(), scale.numpy())
+        return scale[..., None].clone()
+
+    return keep
 
 
 def fit_quadratic(

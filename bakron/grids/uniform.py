@@ -84,7 +84,7 @@ class UniformGrid(ScalarGrid):
         if scale_format not in ("float", "float7") and (scale == "quadratic" or not symmetric):
             raise RecipeError(f"scale format {scale_format} with {'asymmetric levels' if not symmetric else 'scale quadratic'}", "float")
         if symmetric:
-            fitted = fit_scale(rows, weights, widest, lambda x: x.round_().clamp_(low, high), snap, scale != "absmax")
+            fitted = fit_scale(rows, weights, widest, lambda x: x.round_().clamp_(low, high), snap, scale != "absmax", (low, high))
         else:
             fitted, zero = _fit_asymmetric(rows, weights, low, high, snap, scale != "absmax")
         if scale == "quadratic" and kron is not None:

@@ -10,14 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from bakron import rundir
 from bakron.errors import RecipeError
 from bakron.hessian.factor import unpack, weighting
-from bakron.hessian.gradients import Progress, block_file, block_gradients, gradient_pass, quantile, slots_in
-from bakron.hessian.input import input_factors, input_moments
+from bakron.hessian.gradients import Progress, block_file, gradient_pass, quantile, slots_in
+from bakron.hessian.heldout import Heldout
+from bakron.hessian.input import input_factors, input_moments, input_outliers
+from bakron.hessian.outliers import outliers
 from bakron.kron import Factor, Kron
 from bakron.models.walk import Walk
 
@@ -38,6 +42,7 @@ class BackpropEstimator:
         clip: Quantile of the weights in A and of those in B above which they are lowered to it; None clips nothing.
         skip: First tokens of each sequence that count neither in A nor in B.
         held: Last sequences that count in neither either: `heldout` measures errors on their gradients.
+        dtype: Of products and sums, float32 or float64.
         boundary_memory: Bytes for block inputs and gradients between blocks; None keeps every block's input. Less memory costs more forward passes, and
             changes nothing else.
         progress: Called with (stage, done, total).
@@ -65,14 +70,16 @@ class BackpropEstimator:
         clip: float | None = None,
         skip: int = 0,
         held: int = 0,
+        dtype: torch.dtype = torch.float32,
         boundary_memory: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.walk, self.store, self.weighting = walk, store, weighting(factor)
-        self.clip, self.skip, self.held = clip, skip, held
+        self.clip, self.skip, self.held, self.dtype = clip, skip, held, dtype
         self.unweighted: dict[str, Factor] = {}
         self.tokens: dict[str, int] = {}
         self.effective: dict[str, dict[str, float]] = {}
+        self.outliers: dict[str, dict[str, Any]] = {}
         key = {
             "model": fingerprint,
             "tokens": hashlib.sha256(ids.contiguous().numpy().tobytes()).hexdigest(),
@@ -84,6 +91,7 @@ class BackpropEstimator:
             "skip": skip,
             "held": held,
             "precision": walk.precision,
+            "dtype": str(dtype),
         }
         self.passes: dict[str, int] | None = None
         if not _complete(store, key, len(walk)):
@@ -97,6 +105,7 @@ class BackpropEstimator:
                 clip=clip,
                 skip=skip,
                 held=held,
+                dtype=dtype,
                 slots=slots_in(walk, ids, boundary_memory),
                 progress=progress or (lambda *_: None),
             )
@@ -117,13 +126,15 @@ class BackpropEstimator:
         linears = self.walk.linears(i)
         try:
             B = {name: Factor(unpack(stored[f"{name}.B"], linear.out_features)) for name, linear in linears.items()}
+            of_b = {name: float(stored[f"{name}.effective"]) for name in linears}
+            large = {name: outliers(stored[f"{name}.sizes"][..., self.skip :], self.skip) for name in linears}
         except (KeyError, ValueError, RuntimeError) as error:
             raise RecipeError(
                 f"{block_file(self.store, i)} is damaged: {error}", "a file of a finished gradient pass", f"Remove {self.store}"
             ) from error
         if self.held and self.weighting.a_by_gradient:
-            self.unweighted = input_factors(self.walk, i, input_moments(self.walk, i, inputs, {}, skip=self.skip))
-        of_b = {name: float(stored[f"{name}.effective"]) for name in linears}
+            self.unweighted = input_factors(self.walk, i, input_moments(self.walk, i, inputs, {}, skip=self.skip, dtype=self.dtype))
+        self.outliers = {name: {"b": one} if one else {} for name, one in large.items()}
         if self.weighting.by_sequence:
             self.tokens = dict.fromkeys(linears, shape[0] * (shape[1] - self.skip))
             self.effective = {name: {"a": one, "b": one} for name, one in of_b.items()}
@@ -134,9 +145,10 @@ class BackpropEstimator:
                 weights[name] = stored[f"{name}.gradient"].reshape(shape)
                 if self.clip is not None:
                     weights[name] = weights[name].clamp_max(quantile(weights[name][:, self.skip :], self.clip))
-        grams = input_moments(self.walk, i, inputs, weights, skip=self.skip)
+        grams = input_moments(self.walk, i, inputs, weights, skip=self.skip, dtype=self.dtype)
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
         self.effective = {name: {"a": gram.effective, "b": of_b[name]} for name, gram in grams.items()}
+        self.outliers = {name: one | self.outliers[name] for name, one in input_outliers(grams, self.skip).items()}
         A = input_factors(self.walk, i, grams)
         return {name: Kron(A[name], B[name]) for name in linears}
 
@@ -144,35 +156,6 @@ class BackpropEstimator:
         """Inputs and gradients of the sequences held out, at block i, which must still have its original weights."""
         stored = rundir.read_tensors(block_file(self.store, i))
         return Heldout(self.walk, i, stored["heldout.inputs"], stored["heldout.gradient"], self.skip)
-
-
-class Heldout:
-    """The second-order error of a change of a linear, on tokens that its factors have not seen: `sum_t (g_t^T E x_t)^2`, without any factorisation.
-
-    Args:
-        walk: The original model.
-        i: Block.
-        inputs: What enters it, `[N, T, d]`.
-        gradient: At its output, `[N, T, d]`.
-        skip: First tokens of each sequence that do not count.
-    """
-
-    def __init__(self, walk: Walk, i: int, inputs: Tensor, gradient: Tensor, skip: int = 0) -> None:
-        self._streams: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in walk.linears(i)}
-
-        def visit(_rows: slice, name: str, x: Tensor, g: Tensor) -> None:
-            self._streams[name].append((x[:, skip:].flatten(0, 1).cpu(), g[:, skip:].flatten(0, 1).cpu()))
-
-        block_gradients(walk, i, inputs, gradient, visit)
-
-    def error(self, name: str, E: Tensor) -> float:
-        """Error of adding `E [m, n]` to the weight of a linear.
-
-        Args:
-            name: Of the linear within the block.
-            E: Values minus weight, on the CPU.
-        """
-        return float(sum(((x @ E.to(x).T) * g).sum(-1).double().square().sum() for x, g in self._streams[name]))
 
 
 def _complete(store: Path, key: dict[str, object], blocks: int) -> bool:

@@ -8,8 +8,8 @@ Outliers: tokens (by `sequence`: sequences) whose weight in A or B is above a qu
 where models like to put an attention sink, can be left out of both A and B.
 
 Block inputs are kept going forward, as many as the memory for them holds, and computed again where they were not (`schedule`); each block is run once more with
-gradients, so that one block's activations, weights and factors are alive on the device at a time. Of each linear the pass leaves, on disk, B (packed) and one number
-a token: its weight in A, such as |g_t|^2.
+gradients, so that one block's activations, weights and factors are alive on the device at a time. Of each linear the pass leaves, on disk, B (packed) and two
+numbers a token: its weight in A, such as |g_t|^2, and what it added to the trace of B.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def gradient_pass(
     clip: float | None = None,
     skip: int = 0,
     held: int = 0,
+    dtype: torch.dtype = torch.float32,
     slots: int | None = None,
     progress: Progress,
 ) -> dict[str, int]:
@@ -93,6 +94,7 @@ def gradient_pass(
         clip: Quantile of weights, or None.
         skip: First tokens of each sequence that do not count.
         held: Last sequences that are kept out of all sums, and whose block inputs and gradients are stored instead.
+        dtype: Of products and sums.
         slots: Block inputs kept at once, from `slots_in`; None keeps all.
         progress: Called with (stage, done, total).
 
@@ -123,7 +125,7 @@ def gradient_pass(
             gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None)
             return
         used = len(inputs) - held
-        tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:used], weighting, clip=clip, skip=skip)
+        tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:used], weighting, clip=clip, skip=skip, dtype=dtype)
         if held:
             tensors |= {"heldout.inputs": inputs[used:], "heldout.gradient": gradient[used:]}
             at_input = torch.cat([at_input, block_gradients(walk, i, inputs[used:], gradient[used:], lambda *_: None)])
@@ -182,7 +184,15 @@ def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def block_moments(
-    walk: Walk, i: int, inputs: Tensor, gradient: Tensor, weighting: Weighting, *, clip: float | None = None, skip: int = 0
+    walk: Walk,
+    i: int,
+    inputs: Tensor,
+    gradient: Tensor,
+    weighting: Weighting,
+    *,
+    clip: float | None = None,
+    skip: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """What the gradient pass keeps of block i: one recomputation of the block a step of the factorisation, two if weights in B are clipped.
 
@@ -194,17 +204,19 @@ def block_moments(
         weighting: The factorisation.
         clip: Quantile of weights, or None.
         skip: First tokens of each sequence that do not count.
+        dtype: Of products and sums; that of the inputs if it is wider.
 
     Returns:
-        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, and `name.gradient`, the tokens' weights in A `[N T]` before clipping
-        (or, by sequence, `name.A`, packed); and the gradient at the block's input.
+        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.sizes`, what tokens (by sequence: sequences) added to its trace,
+        and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence, `name.A`, packed); and the gradient at the block's input.
 
     Raises:
         ModelError: A gradient is not finite.
     """
     linears = walk.linears(i)
-    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    dtype = torch.promote_types(inputs.dtype, dtype)
     weights = {name: torch.zeros(inputs.shape[:2], dtype=dtype) for name in linears}
+    sizes = {name: torch.zeros(inputs.shape[: 1 if weighting.by_sequence else 2], dtype=dtype) for name in linears}
     steps: dict[str, Step] = {}
     for k in range(weighting.steps):
         steps = {
@@ -222,9 +234,11 @@ def block_moments(
             _set_limits(walk, i, inputs, gradient, steps, clip, skip)
 
         def visit(rows: slice, name: str, x: Tensor, g: Tensor, steps: dict[str, Step] = steps) -> None:
-            a = steps[name].add(x[:, skip:], g[:, skip:])
-            if a is not None:
-                weights[name][rows, skip:] = a.cpu()
+            a, size = steps[name].add(x[:, skip:], g[:, skip:])
+            if a is None:
+                sizes[name][rows] = size.cpu()
+            else:
+                weights[name][rows, skip:], sizes[name][rows, skip:] = a.cpu(), size.cpu()
 
         at_input = block_gradients(walk, i, inputs, gradient, visit)
         if bad := [name for name, step in steps.items() if not step.finite]:
@@ -236,6 +250,7 @@ def block_moments(
     tensors = {}
     for name, step in steps.items():
         tensors |= {f"{name}.B": pack(step.B.value()), f"{name}.effective": torch.tensor(step.effective, dtype=torch.float64)}
+        tensors[f"{name}.sizes"] = sizes[name]
         if weighting.by_sequence:
             assert step.A is not None
             tensors[f"{name}.A"] = pack(step.A.value())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from bakron.errors import ModelError
 from bakron.models.layout import layout_of
+from bakron.models.untrusted import check_sizes, read_gguf, read_json, refused, shard_names, shard_shapes
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+PICKLED = "Load it in transformers and call save_pretrained"
+GGUF_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "num_hidden_layers": "block_count",
+    "vocab_size": "vocab_size",
+    "head_dim": "attention.key_length",
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,11 @@ class Source:
         found = (self.config or {}).get("quantization_config")
         return str(found.get("quant_method", "unknown")) if isinstance(found, dict) else None
 
+    @property
+    def code(self) -> bool:
+        """Whether config.json names Python code of its own, which is never run."""
+        return bool((self.config or {}).get("auto_map"))
+
 
 def find(name: str, *, quantized: bool = False) -> Source:
     """Check what can be checked without importing anything heavy.
@@ -56,16 +73,21 @@ def find(name: str, *, quantized: bool = False) -> Source:
 
     Raises:
         ModelError: Nothing there, a file that is not GGUF, no or a broken config.json, no safetensors weights, a missing shard, an unknown architecture,
-            or an already quantized model.
+            weights that the config does not describe, or an already quantized model.
     """
-    path = Path(name).expanduser()
-    if path.is_file():
-        with path.open("rb") as file:
-            magic = file.read(4)
+    with refused(f"{name[:80]!r} is no path that can be read", "a Hugging Face directory, a hub name, or a GGUF file", "Check the path"):
+        path = Path(name).expanduser()
+        is_file, exists = path.is_file(), path.exists()
+        magic = _magic(path) if is_file else b""
+    if is_file:
+        if magic.startswith((b"PK\3\4", b"\x80")):
+            raise ModelError(f"{name} is a pickled file", "safetensors or GGUF", PICKLED)
         if magic != b"GGUF":
             raise ModelError(f"{name} is a file that does not start with 'GGUF'", "a Hugging Face directory, a hub name, or a GGUF file")
-        return Source(name, path.parent, path.name, None)
-    if not path.exists():
+        source = Source(name, path.parent, path.name, None)
+        early_config(source)
+        return source
+    if not exists:
         is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/"))
         if not is_hub_name:
             raise ModelError(
@@ -80,57 +102,33 @@ def find(name: str, *, quantized: bool = False) -> Source:
             "Start from the original checkpoint",
         )
     layout_of(str((source.config or {}).get("model_type")))
-    _check_shards(path)
+    check_sizes(name, source.config or {}, _check_shards(path), packed=source.quantized is not None)
     return source
+
+
+def _magic(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(4)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ModelError(f"no config.json in {path}", "a Hugging Face model directory")
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}", "JSON", "Download it again") from error
+    config = read_json(file)
     if not isinstance(config, dict):
         raise ModelError(f"{file} holds a {type(config).__name__}", "a JSON object", "Download it again")
     return config
 
 
-def _check_shards(path: Path) -> None:
+def _check_shards(path: Path) -> dict[str, tuple[int, ...]]:
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-            outside = [name for name in names if Path(name).name != name]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} cannot be read: {error!r}", "a JSON index with a weight_map", "Download it again") from error
-        if outside:
-            raise ModelError(f"{index} points outside its directory: {outside[0]}", "plain file names")
-    else:
-        names = ["model.safetensors"]
-        if not (path / names[0]).is_file() and list(path.glob("*.bin")):
-            raise ModelError(f"{path} holds pickled weights (.bin)", "safetensors", "Load it in transformers and call save_pretrained")
-    for name in names:
-        _check_shard(path / name)
-
-
-def _check_shard(file: Path) -> None:
-    """The header of a safetensors file must parse and the file must be as long as it says."""
-    if not file.is_file():
-        raise ModelError(f"{file} is missing", "every weight file of the checkpoint", "Download it again")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            if size < 8 or length > min(size - 8, 100 << 20):
-                raise ValueError(f"{size} bytes, a header of {length}")
-            header = json.loads(stream.read(length))
-            end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-            if size != 8 + length + end:
-                raise ValueError(f"{size} bytes instead of {8 + length + end}")
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ModelError(f"{file} is damaged ({error})", "a complete safetensors file", "Download it again") from error
+    names = shard_names(index) if index.is_file() else ["model.safetensors"]
+    if not index.is_file() and not (path / names[0]).is_file():
+        kinds = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt")})
+        if kinds:
+            raise ModelError(f"{path} holds pickled weights ({', '.join(kinds)})", "safetensors", PICKLED)
+    return {name: shape for file in names for name, shape in shard_shapes(path / file).items()}
 
 
 def early_config(source: Source) -> dict[str, Any]:
@@ -144,33 +142,19 @@ def early_config(source: Source) -> dict[str, Any]:
     if source.gguf is None:
         from transformers import AutoConfig
 
-        with _quiet():
-            try:
-                found = AutoConfig.from_pretrained(source.name).to_dict()
-            except (OSError, ValueError) as error:
-                raise ModelError(
-                    f"{source.name} is no directory here, and cannot be had from the hub: {_first_line(error)}",
-                    "a directory, hub name, or GGUF file",
-                ) from error
+        expected = "a directory, hub name, or GGUF file"
+        with _quiet(), refused(f"{source.name} is no directory here, and cannot be had from the hub", expected, None):
+            found = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
     else:
         _need_gguf(source)
-        from gguf import GGUFReader
-
-        try:
-            fields = {
-                name: field.contents() for name, field in GGUFReader(_where(source) + "/" + source.gguf).fields.items() if "." in name
-            }
-            kind = str(fields["general.architecture"])
-            names = {
-                "hidden_size": "embedding_length",
-                "intermediate_size": "feed_forward_length",
-                "num_attention_heads": "attention.head_count",
-            }
-            found = {"model_type": kind} | {ours: int(fields[f"{kind}.{theirs}"]) for ours, theirs in names.items()}
-            if f"{kind}.attention.key_length" in fields:
-                found["head_dim"] = int(fields[f"{kind}.attention.key_length"])
-        except (ValueError, KeyError, IndexError, OSError, OverflowError) as error:
-            raise ModelError(f"{source.name} is damaged: {error!r}", "a complete GGUF file", "Download it again") from error
+        header = read_gguf(Path(_where(source)) / source.gguf)
+        kind = str(header.fields.get("general.architecture"))
+        found = {"model_type": kind}
+        for ours, theirs in GGUF_SIZES.items():
+            if f"{kind}.{theirs}" in header.fields:
+                found[ours] = header.fields[f"{kind}.{theirs}"]
+        layout_of(kind)
+        check_sizes(source.name, found, header.shapes)
     layout_of(str(found.get("model_type")))
     return found
 
@@ -200,7 +184,13 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "output_loading_info": True,
+        "use_safetensors": True,
+        "ignore_mismatched_sizes": True,
+        "trust_remote_code": False,
+    }
     if source.gguf:
         _need_gguf(source)
         options |= {"gguf_file": source.gguf}
@@ -211,15 +201,13 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     if source.quantized == "bakron":
         import bakron.reader  # noqa: F401 (makes the method known to transformers)
-    with _quiet():
+    with _quiet(), refused(f"{source.name} cannot be loaded", "a complete causal language model", None):
         try:
             model, info = AutoModelForCausalLM.from_pretrained(_where(source), **options)
         except ImportError as error:
             raise ModelError(
                 f"reading {source.name} needs a package that is not installed: {error}", None, "pip install 'bakron[formats]'"
             ) from error
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise ModelError(f"{source.name} cannot be loaded: {_first_line(error)}", "a complete causal language model") from error
     layout = layout_of(model.config.model_type)
     missing = sorted(set(info["missing_keys"]) - tied_names(model))
     if missing:
@@ -253,23 +241,29 @@ def read_tokenizer(source: Source, *, required: bool = True) -> PreTrainedTokeni
 
     if source.gguf:
         _need_gguf(source)
-    with _quiet():
-        try:
-            return AutoTokenizer.from_pretrained(_where(source), **({"gguf_file": source.gguf} if source.gguf else {}))
-        except (OSError, ValueError, KeyError) as error:
-            if not required:
-                return None
-            raise ModelError(
-                f"no tokenizer can be loaded from {source.name}: {_first_line(error)}", "a tokenizer beside the model"
-            ) from error
+    options = {"trust_remote_code": False} | ({"gguf_file": source.gguf} if source.gguf else {})
+    try:
+        with _quiet(), refused(f"no tokenizer can be loaded from {source.name}", "a tokenizer beside the model", None):
+            return AutoTokenizer.from_pretrained(_where(source), **options)
+    except ModelError:
+        if required:
+            raise
+        return None
 
 
 def stored_dtype(source: Source, model: PreTrainedModel) -> str:
-    """Name of the dtype in which the source keeps its weights; a GGUF file's stand for bfloat16."""
+    """Name of the dtype in which the source keeps its weights; a GGUF file's stand for bfloat16.
+
+    Raises:
+        ModelError: The config names one that weights cannot have.
+    """
     if source.gguf:
         return "bfloat16"
     config = source.config or model.config.to_dict()
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    kind = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if kind not in FLOATS:
+        raise ModelError(f"the config of {source.name} has dtype {kind[:40]!r}", f"one of {', '.join(FLOATS)}", "Download it again")
+    return kind
 
 
 def check_length(model: nn.Module, length: int) -> None:
@@ -281,6 +275,19 @@ def check_length(model: nn.Module, length: int) -> None:
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and length > limit:
         raise ModelError(f"sequences of {length} tokens", f"at most {limit}, the model's max_position_embeddings", "Use a smaller length")
+
+
+def check_tokens(model: nn.Module, ids: torch.Tensor) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Raises:
+        ModelError: The largest one is named.
+    """
+    rows = len(model.get_input_embeddings().weight)  # type: ignore[operator]
+    if (largest := int(ids.max())) >= rows:
+        raise ModelError(
+            f"the tokenizer gives token {largest}", f"tokens below {rows}, the model's embeddings", "Get tokenizer and weights of one model"
+        )
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:
@@ -325,10 +332,6 @@ def _need_gguf(source: Source) -> None:
 
     if find_spec("gguf") is None:
         raise ModelError(f"reading the GGUF file {source.name} needs the package gguf", None, "pip install 'bakron[formats]'")
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager

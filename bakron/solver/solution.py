@@ -64,8 +64,8 @@ def solve(W: Tensor, kron: Kron, grid: Grid, *, method: str = "auto", order: str
         grid: Fitted for W.
         method: A name in `METHODS`.
         order: In which order columns and rows are rounded, a name in `ORDERS` for both or a pair (columns, rows): "natural", "diagonal"
-            (largest diagonal entry first) or "min-pivot" (smallest remaining pivot last). The result comes back in its own order; groups are
-            those of the natural order.
+            (largest diagonal entry first), "min-pivot" (smallest remaining pivot last) or "reversed" (from the last index to the first). The result
+            comes back in its own order; groups are those of the natural order.
 
     Returns:
         The solution, on W's device.
