@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, rundir
+from bakron import config, formats, rundir
 from bakron import data as corpus
 from bakron.errors import RecipeError
 from bakron.job import Job, codes_of, make_estimator, prepare
@@ -279,7 +279,7 @@ def _summary(job: Job, counts: dict[str, int], exported: dict[str, Any], clock: 
     recipe = job.recipe
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     seconds = {stage: round(clock.seconds.get(stage, 0.0), 3) for stage in ("load", "calibrate", "hessian", "solve", "write")}
-    zero_bits = 0 if recipe.symmetric else 8
+    beside = formats.holds(recipe.format, recipe.gguf_type).beside or torch.finfo(job.scale_dtype).bits + (0 if recipe.symmetric else 8)
     return {
         "model": job.source.name if job.source.path is None else str((job.source.path / (job.source.gguf or "")).resolve()),
         "model_sha256": job.fingerprint,
@@ -287,9 +287,7 @@ def _summary(job: Job, counts: dict[str, int], exported: dict[str, Any], clock: 
         "calibration": None if job.tokens is None else job.tokens.record(),
         "seconds": seconds | {"total": round(total, 3)},
         "core_share": round(clock.seconds["solve"] / total, 5),
-        "bits_per_weight": round(
-            bits_per_weight(recipe.levels or 0, torch.finfo(job.scale_dtype).bits, zero_bits, counts["quantized"], counts["scales"]), 4
-        ),
+        "bits_per_weight": round(bits_per_weight(recipe.levels or 0, beside, counts["quantized"], counts["scales"]), 4),
         **exported,
         "parameters": {
             "quantized": counts["quantized"],

@@ -50,7 +50,7 @@ Order = Literal["natural", "diagonal", "min-pivot", "reversed"]
 Accumulate = Literal["float32", "float64"]
 Inputs = Literal["quantized", "original"]
 Format = Literal["compressed-tensors", "gptq", "packed", "gguf", "dense"]
-GgufType = Literal["q4_0", "q4_1", "q8_0", "q3_k", "q6_k"]
+GgufType = Literal["q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q6_k"]
 Precision = Literal["bfloat16", "float32"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Damp = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"]
@@ -178,7 +178,8 @@ class Recipe(BaseModel):
     gguf_type: GgufType | None = Field(
         None,
         description="How llama.cpp is to store a layer: q4_0 = up to 16 levels; q4_1 = 16 with zero points; q8_0 = up to 256; these in groups of 32. "
-        "q3_k = 8 levels, q6_k = 64, in groups of 16, with scales that are themselves quantized; layers must be multiples of 256 wide. "
+        "q3_k = 8 levels, q6_k = 64, q2_k = 4 with offsets, in groups of 16; q4_k = 16 with offsets, in groups of 32: scales and offsets of these are "
+        "themselves quantized, and layers must be multiples of 256 wide. "
         "Default: what fits the levels. Only with format gguf.",
     )
     verify: bool = Field(

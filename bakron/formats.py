@@ -18,7 +18,8 @@ class Holds:
         width: a layer's inputs of this,
         height: and its outputs of this.
         scale: Dtype of scales; None = that of the model.
-        form: How a scale is stored, a name in `bakron.grids.FORMATS`.
+        form: How a scale is stored, a name in `bakron.grids.FORMATS`; "super63" and "super15": with an offset, see `bakron.grids.OffsetGrid`.
+        beside: Bits per group for scale and zero point or offset, where scales are themselves quantized.
     """
 
     levels: Mapping[bool, int]
@@ -27,6 +28,7 @@ class Holds:
     height: int = 1
     scale: str | None = None
     form: str = "float"
+    beside: float | None = None
 
 
 ANY = {True: 256, False: 256}
@@ -40,8 +42,10 @@ GGUF_TYPES: dict[str, Holds] = {  # in blocks of 32 or 256 inputs
     "q4_0": Holds({True: 16}, 32, 32, scale="float16"),
     "q4_1": Holds({False: 16}, 32, 32, scale="float16", form="float7"),
     "q8_0": Holds({True: 256}, 32, 32, scale="float16"),
-    "q3_k": Holds({True: 8}, 16, 256, scale="float32", form="int6"),
-    "q6_k": Holds({True: 64}, 16, 256, scale="float32", form="int8"),
+    "q3_k": Holds({True: 8}, 16, 256, scale="float32", form="int6", beside=7),
+    "q6_k": Holds({True: 64}, 16, 256, scale="float32", form="int8", beside=9),
+    "q2_k": Holds({False: 4}, 16, 256, scale="float32", form="super15", beside=10),
+    "q4_k": Holds({False: 16}, 32, 256, scale="float32", form="super63", beside=16),
 }
 
 
@@ -82,6 +86,8 @@ def check(format: str, gguf_type: str | None, levels: int, symmetric: bool, grou
         raise RecipeError(f"{'symmetric' if symmetric else 'asymmetric'} levels in {name}", f"levels with {kind}")
     if levels > row.levels[symmetric]:
         raise RecipeError(f"{levels} levels in {name}", f"at most {row.levels[symmetric]}", f"Use --levels {row.levels[symmetric]}")
+    if row.beside is not None and group_size != row.group and not row.levels.get(True):
+        raise RecipeError(f"group size {group_size or -1} in {name}", f"{row.group}", f"Use --group-size {row.group}")
     if group_size is not None and group_size % row.group:
         near = max(row.group, round(group_size / row.group) * row.group)
         raise RecipeError(f"group size {group_size} in {name}", f"a multiple of {row.group}", f"Use --group-size {near}")

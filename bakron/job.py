@@ -208,8 +208,10 @@ def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimato
 
 
 def codes_of(rounded: Mapping[str, Rounded]) -> dict[str, torch.Tensor]:
-    """Codes, scales and zero points of a block as they are kept on disk."""
+    """Codes, scales, zero points and offsets of a block as they are kept on disk."""
     import torch
+
+    from bakron.grids import OffsetGrid
 
     tensors = {}
     for name, one in rounded.items():
@@ -217,6 +219,8 @@ def codes_of(rounded: Mapping[str, Rounded]) -> dict[str, torch.Tensor]:
         tensors[f"{name}.scale"] = one.grid.scale
         if one.grid.zero is not None:
             tensors[f"{name}.zero"] = one.grid.zero
+        if isinstance(one.grid, OffsetGrid):
+            tensors[f"{name}.offset"] = one.grid.offset
     return tensors
 
 
@@ -244,7 +248,7 @@ class StoredCodes:
         import torch
 
         from bakron.errors import OutputError
-        from bakron.grids import UniformGrid
+        from bakron.grids import OffsetGrid, UniformGrid
 
         if self._block[0] != i:
             self._block = (i, rundir.read_tensors(rundir.codes_file(self.target, i)))
@@ -257,6 +261,8 @@ class StoredCodes:
             raise OutputError(
                 f"{file}: codes {list(codes.shape)} and scales {list(scale.shape)} of {name} do not fit", "those of a finished run"
             )
+        if (offset := stored.get(f"{name}.offset")) is not None:
+            return codes.to(torch.int32), OffsetGrid(scale, None, self.low, self.high, groups, None, offset)
         return codes.to(torch.int32), UniformGrid(scale, stored.get(f"{name}.zero"), self.low, self.high, groups)
 
 

@@ -90,7 +90,13 @@ def _settled(recipe: Recipe, format: str, gguf_type: str | None) -> str | None:
         raise RecipeError(f"gguf_type {gguf_type!r}", config.allowed("gguf_type"))
     if gguf_type is not None and format != "gguf":
         raise RecipeError(f"gguf_type {gguf_type} with format {format}", "format gguf")
-    levels = recipe.levels or 0
+    levels, own = recipe.levels or 0, formats.holds(recipe.format, recipe.gguf_type).form
+    if own.startswith("super") and format != "dense" and gguf_type not in (None, recipe.gguf_type):
+        raise RecipeError(
+            f"a run with gguf_type {recipe.gguf_type}, whose levels have offsets", f"gguf_type {recipe.gguf_type}, or format dense"
+        )
+    if own.startswith("super") and format not in ("dense", "gguf"):
+        raise RecipeError(f"a run with gguf_type {recipe.gguf_type}, whose levels have offsets, in format {format}", "format gguf or dense")
     if format == "gguf" and gguf_type is None:
         gguf_type = recipe.gguf_type or formats.gguf_type_of(levels, recipe.symmetric)
     formats.check(format, gguf_type, levels, recipe.symmetric, recipe.group_size)

@@ -10,7 +10,7 @@ import bakron
 from bakron.errors import ModelError, RecipeError
 from bakron.export.gguf import rows
 from bakron.formats import GGUF_TYPES
-from bakron.grids import UniformGrid, code_range
+from bakron.grids import OffsetGrid, UniformGrid, code_range
 
 WIDE = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
 
@@ -25,6 +25,8 @@ def stored(out, kind, levels=None, group=None):
         tensors = load_file(out / "bakron" / "codes" / f"block_{i:04d}.safetensors")
         for name in [key.removesuffix(".codes") for key in tensors if key.endswith(".codes")]:
             grid = UniformGrid(tensors[f"{name}.scale"], tensors.get(f"{name}.zero"), low, high, group or row.group)
+            if f"{name}.offset" in tensors:
+                grid = OffsetGrid(grid.scale, None, low, high, row.group, None, tensors[f"{name}.offset"])
             found[f"model.layers.{i}.{name}"] = grid.values(tensors[f"{name}.codes"].to(torch.int32))
     return found
 

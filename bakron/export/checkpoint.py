@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bakron.errors import OutputError, RecipeError
-from bakron.grids import UniformGrid
+from bakron.grids import OffsetGrid, UniformGrid
 from bakron.models.load import tied_names
 
 if TYPE_CHECKING:
@@ -47,12 +47,15 @@ def held_scale(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return stored
 
 
-def check_codes(module: str, linear: Linear) -> None:
-    """Refuse codes that are not on their grid, which would spill over into their neighbours' bits.
+def check_codes(module: str, linear: Linear, offsets: bool = False) -> None:
+    """Refuse codes that are not on their grid, which would spill over into their neighbours' bits, and offsets where a format has no place for them.
 
     Raises:
         OutputError: The largest or smallest such code is named.
+        RecipeError: The grid has offsets, and `offsets` is not set; or the other way round.
     """
+    if isinstance(linear.grid, OffsetGrid) != offsets:
+        raise RecipeError(f"levels of {module} {'with' if not offsets else 'without'} offsets", do="Quantize again with this --format")
     low, high = int(linear.codes.min()), int(linear.codes.max())
     if low < linear.grid.low or high > linear.grid.high:
         wrong = low if low < linear.grid.low else high

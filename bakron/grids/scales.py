@@ -89,15 +89,22 @@ def _short(scale: Tensor) -> Tensor:
 
 
 def _double(most: int, widest: Tensor, size: int) -> Snap:
-    m, groups, _ = widest.shape
+    groups = widest.shape[1]
     share = max(SUPER // size, 1)
     if groups * size % SUPER or (SUPER % size and size % SUPER):
         raise RecipeError(
             f"{groups} groups of {size} inputs in scale format int{6 if most == 31 else 8}", f"whole blocks of {SUPER} inputs"
         )
-    tall = widest.reshape(m, groups // share, share).amax(2, keepdim=True) / most
-    unit = tall.clamp(2.0**-24, 65504).half().float().expand(-1, -1, share).reshape(m, groups, 1)
+    unit, _ = in_units(widest, share, most)
     return lambda scale: (scale / unit).round().clamp(1, most) * unit
+
+
+def in_units(numbers: Tensor, share: int, most: int) -> tuple[Tensor, Tensor]:
+    """Numbers of at least 0 `[m, G, 1]` as a float16 for every `share` of them, large enough for the largest, times whole numbers up to `most`."""
+    m, groups, _ = numbers.shape
+    tall = numbers.reshape(m, groups // share, share).amax(2, keepdim=True) / most
+    unit = tall.clamp(2.0**-24, 65504).half().float().expand(-1, -1, share).reshape(m, groups, 1)
+    return unit, (numbers / unit).round().clamp(0, most)
 
 
 def fit_scale(
