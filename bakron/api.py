@@ -5,27 +5,35 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bakron import config, formats, rundir
 from bakron import data as corpus
 from bakron.errors import RecipeError
-from bakron.job import Job, codes_of, make_estimator, prepare
+from bakron.job import Done, Job, make_estimator, prepare
 from bakron.job import device as device_of
 from bakron.models import load as models
 
 if TYPE_CHECKING:
     from bakron.config import Recipe
-    from bakron.hessian import Estimator
-    from bakron.pipeline import Clock, Rounded
+    from bakron.pipeline import Clock
 
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
 Observe = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who is told of what a run does."""
+
+    progress: Progress
+    log: Log
+    observe: Observe
 
 
 def quantize(
@@ -40,9 +48,12 @@ def quantize(
 ) -> dict[str, Any]:
     """Quantize every linear of a model's decoder blocks; embeddings and head are left alone.
 
+    A run that was cut short, by whatever, is gone on with when it is asked for again: the same call gives the files that it would have given uninterrupted.
+
     Args:
         model: Hugging Face directory, hub name, or GGUF file.
-        out: New or empty directory: becomes a Hugging Face directory, plus `out/bakron/` with `recipe.yaml`, `events.jsonl`, `summary.json` and the codes.
+        out: New or empty directory, or one with an unfinished run of the same recipe: becomes a Hugging Face directory, plus `out/bakron/` with `recipe.yaml`,
+            `events.jsonl`, `summary.json` and the codes.
         recipe: A recipe or the path of a YAML file.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
@@ -63,13 +74,12 @@ def quantize(
     recipe = _recipe(recipe, overrides)
     source = models.find(str(model))
     target = rundir.check_output(out)
+    _same_run(target, recipe=recipe)
     if recipe.factors:
         rundir.check_store(recipe.factors)
     if recipe.method != "rtn":
         corpus.check(recipe.data)
 
-    from bakron.export.card import model_card
-    from bakron.hessian.outliers import warning as outliers_warning
     from bakron.pipeline import Clock, memory
 
     def shown(*step: Any) -> None:
@@ -78,28 +88,44 @@ def quantize(
 
     clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
-        job = prepare(source, recipe, log)
+        job = prepare(source, recipe, log, target)
     observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
-    counts, chosen, outlying = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int](), list[dict[str, Any]]()
     try:
-        estimator = _round(job, target, clock, counts, chosen, outlying, shown, observe)
-    except BaseException:
-        rundir.discard(target)  # half a run cannot be continued, and would be in the way of the next
-        raise
+        with rundir.held(target):
+            summary = _work(job, target, clock, start, Watch(shown, log, observe), warnings)
+    finally:
+        if not rundir.worth_keeping(target):
+            rundir.discard(target)
+    return summary
+
+
+def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warnings: list[str]) -> dict[str, Any]:
+    """Everything that writes: rounds what is not rounded yet, then the checkpoint, then the records of a finished run."""
+    from bakron.export.card import model_card
+    from bakron.hessian.outliers import warning as outliers_warning
+
+    sessions = _begin(job, target)
+    done = Done(job, target, watch.log)
+    if done.count and done.count < len(job.walk):
+        watch.log(f"going on with the run in {target}: {done.count} of {len(job.walk)} blocks are rounded")
+    passes = _round(job, target, clock, done, watch) if done.count < len(job.walk) else None
+    rundir.discard_scratch(target)
     with clock.stage("write"):
-        exported = _export(target, job, log)
-    if alarm := outliers_warning(outlying):
-        log(alarm)
-    if counts["raised"]:
-        log(f"warning: damping had to be raised for {counts['raised']} linears (damping_raised in events.jsonl); more sequences would help")
-    passes = getattr(estimator, "passes", None)
-    summary = _summary(job, counts, exported, clock, time.perf_counter() - start) | {
+        exported = _export(target, job, watch.log)
+    if alarm := outliers_warning(done.outlying):
+        watch.log(alarm)
+    if done.raised:
+        watch.log(
+            f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help"
+        )
+    summary = _summary(job, done, exported, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
-        "gate": {"held_out_sequences": job.held, "chosen": chosen} if job.held else None,
+        "gate": {"held_out_sequences": job.held, "chosen": done.chosen} if job.held else None,
+        "sessions": sessions,
         "warnings": warnings,
     }
-    rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
     rundir.write_text(target / "README.md", model_card(summary))
+    rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
     return summary
 
 
@@ -181,17 +207,29 @@ def evaluate(
     return result
 
 
-def _round(
-    job: Job,
-    target: Path,
-    clock: Clock,
-    counts: dict[str, int],
-    chosen: dict[str, int],
-    outlying: list[dict[str, Any]],
-    progress: Progress,
-    observe: Observe,
-) -> Estimator | None:
-    """Run estimator and block loop; leaves recipe, codes and events in the output directory, and counts of what happened in the dictionaries."""
+def _same_run(target: Path, *, recipe: Recipe, **others: Any) -> dict[str, Any] | None:
+    """What was begun in the output directory, if anything; refused if it is not this run."""
+    found = rundir.begun(target)
+    if found is not None:
+        flat = {**found["recipe"], **{key: value for key, value in found.items() if key != "recipe"}}
+        here = {key: value for key, value in recipe.model_dump().items() if key not in config.OF_THE_MACHINE}
+        rundir.same_run(target, flat, here | others)
+    return found
+
+
+def _begin(job: Job, target: Path) -> int:
+    """Record what this run is, unless it is there; returns how often it was started."""
+    what = {"model_sha256": job.fingerprint, "tokens_sha256": None if job.tokens is None else job.tokens.digest}
+    found = _same_run(target, recipe=job.recipe, **what)
+    sessions = 1 if found is None else int(found.get("sessions", 1)) + 1
+    record = {"recipe": job.recipe.model_dump(), **what, "sessions": sessions}
+    rundir.write_text(target / rundir.FOLDER / "run.json", json.dumps(record, indent=1))
+    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(job.recipe))
+    return sessions
+
+
+def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> dict[str, int] | None:
+    """Run estimator and block loop over the blocks that are not done; leaves codes and events. Returns what the gradient pass did, if there was one."""
     import torch
 
     from bakron.pipeline import run
@@ -202,23 +240,8 @@ def _round(
         if recipe.method != "rtn":
             tiled.ready(torch.float32)  # compiled once and cached on disk; no part of the solver's time
     with clock.stage("hessian"):
-        estimator, temporary = make_estimator(job, target, progress)
-    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(recipe))
-    events = rundir.Events(target / rundir.FOLDER / "events.jsonl")
-
-    def keep(i: int, rounded: dict[str, Rounded]) -> None:
-        rundir.write_tensors(rundir.codes_file(target, i), codes_of(rounded))
-        for one in rounded.values():
-            events.write(one.event)
-            if "gate" in one.event:
-                chosen[one.event["gate"]["chosen"]] = chosen.get(one.event["gate"]["chosen"], 0) + 1
-            counts["quantized"] += one.codes.numel()
-            counts["scales"] += one.grid.scale.numel()
-            outlying.append(one.event.get("outliers", {}))
-            counts["raised"] += one.event.get("damping_raised", False)
-        if temporary is not None:
-            (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)
-
+        estimator = make_estimator(job, target, watch.progress, watch.log)
+    names = job.walk.layout.linears
     run(
         job.walk,
         recipe,
@@ -226,13 +249,13 @@ def _round(
         clock=clock,
         ids=job.used,
         estimator=estimator,
-        keep=keep,
-        progress=progress,
-        observe=observe,
+        keep=done.keep,
+        stored=lambda i: done.stored.values(i, names) if i < done.count else None,
+        progress=watch.progress,
+        observe=watch.observe,
     )
-    if temporary is not None:
-        shutil.rmtree(temporary)
-    return estimator
+    job.walk.unload()
+    return getattr(estimator, "passes", None)
 
 
 def _collecting(log: Log, warnings: list[str]) -> Log:
@@ -270,7 +293,7 @@ def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:
     return {"stored_bits_per_weight": round(bits, 4), "checks": checks}
 
 
-def _summary(job: Job, counts: dict[str, int], exported: dict[str, Any], clock: Clock, total: float) -> dict[str, Any]:
+def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total: float) -> dict[str, Any]:
     import torch
 
     import bakron
@@ -281,21 +304,21 @@ def _summary(job: Job, counts: dict[str, int], exported: dict[str, Any], clock: 
     seconds = {stage: round(clock.seconds.get(stage, 0.0), 3) for stage in ("load", "calibrate", "hessian", "solve", "write")}
     beside = formats.holds(recipe.format, recipe.gguf_type).beside or torch.finfo(job.scale_dtype).bits + (0 if recipe.symmetric else 8)
     return {
-        "model": job.source.name if job.source.path is None else str((job.source.path / (job.source.gguf or "")).resolve()),
+        "model": job.source.identity,
         "model_sha256": job.fingerprint,
         "recipe": recipe.model_dump(),
         "calibration": None if job.tokens is None else job.tokens.record(),
         "seconds": seconds | {"total": round(total, 3)},
-        "core_share": round(clock.seconds["solve"] / total, 5),
-        "bits_per_weight": round(bits_per_weight(recipe.levels or 0, beside, counts["quantized"], counts["scales"]), 4),
+        "core_share": round(clock.seconds.get("solve", 0.0) / total, 5),
+        "bits_per_weight": round(bits_per_weight(recipe.levels or 0, beside, done.quantized, done.scales), 4),
         **exported,
         "parameters": {
-            "quantized": counts["quantized"],
-            "kept": parameters - counts["quantized"],
-            "quantized_percent": round(100 * counts["quantized"] / parameters, 2),
-            "kept_percent": round(100 - 100 * counts["quantized"] / parameters, 2),
+            "quantized": done.quantized,
+            "kept": parameters - done.quantized,
+            "quantized_percent": round(100 * done.quantized / parameters, 2),
+            "kept_percent": round(100 - 100 * done.quantized / parameters, 2),
         },
-        "damping_raised": counts["raised"],
+        "damping_raised": done.raised,
         "peak_memory_bytes": peak_memory(),
         "dtype": str(job.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -43,8 +45,12 @@ GROUPS = {
         "gate",
     ),
     "Calibration": ("data", "sequences", "length", "seed"),
-    "Machine": ("device", "batch", "precision", "accumulate", "boundary_memory", "factors", "diagnostics"),
+    "Machine": ("device", "batch", "precision", "accumulate", "memory", "boundary_memory", "factors", "diagnostics"),
 }
+
+
+class Interrupted(Exception):
+    """An interrupt that has been seen to; not a KeyboardInterrupt, of which typer would make an answer of its own."""
 
 
 @app.callback(invoke_without_command=True)
@@ -55,7 +61,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def quantize(model: str, out: str, recipe: str | None, json_file: Path | None, quiet: bool, **flags: Any) -> None:
-    """Quantize MODEL (a Hugging Face directory, hub name or GGUF file) into the new directory OUT.
+    """Quantize MODEL (a Hugging Face directory, hub name or GGUF file) into the new directory OUT. Cut short, the same command goes on where it was.
 
     OUT becomes a Hugging Face directory; OUT/bakron/ holds the effective recipe, one line per linear in events.jsonl, and summary.json.
     Flags win over the recipe file. Example: bakron quantize ./Qwen3-0.6B ./Qwen3-0.6B-3bit --levels 7
@@ -65,9 +71,13 @@ def quantize(model: str, out: str, recipe: str | None, json_file: Path | None, q
 
     given = {name: value for name, value in flags.items() if value is not None}
     _check_json(json_file)
-    with Display(quiet) as display:
-        watch = {"progress": display.progress, "log": display.log, "observe": display.observe}
-        summary = api.quantize(model, out, recipe=recipe, **watch, **given)
+    with Display(quiet) as display, _interruptible(display.progress, display.log) as progress:
+        watch = {"progress": progress, "log": display.log, "observe": display.observe}
+        try:
+            summary = api.quantize(model, out, recipe=recipe, **watch, **given)
+        except KeyboardInterrupt:
+            kept = f" The same command goes on from here: what is done is kept in {out}." if Path(out).expanduser().is_dir() else ""
+            raise Interrupted(f"interrupted.{kept}") from None
     seconds = summary["seconds"]
     _write_json(json_file, summary)
     if not quiet and json_file != STDOUT:
@@ -243,9 +253,36 @@ def main() -> None:
     except BakronError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+    except Interrupted as interrupt:
+        sys.stderr.write(f"{interrupt}\n")
         sys.exit(130)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted.\n")
+        sys.exit(130)
+
+
+@contextmanager
+def _interruptible(progress: Callable[[str, int, int], None], log: Callable[[str], None]) -> Iterator[Callable[[str, int, int], None]]:
+    """Put an interrupt off to the next step of the work, where what was done last is on disk; a second one is not put off."""
+    asked = False
+
+    def ask(*_: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        log("interrupted: stopping after this step, at once if interrupted again")
+
+    def step(stage: str, done: int, total: int) -> None:
+        progress(stage, done, total)
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield step
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
@@ -253,7 +290,9 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
     panel = {name: title for title, names in GROUPS.items() for name in names}
     parameters = {
         "model": Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face directory, hub name, or GGUF file.")],
-        "out": Annotated[str, typer.Argument(metavar="OUT", help="New or empty directory.")],
+        "out": Annotated[
+            str, typer.Argument(metavar="OUT", help="New or empty directory, or one with an unfinished run, which is gone on with.")
+        ],
     }
     options: dict[str, Any] = {
         "recipe": Annotated[str | None, typer.Option(help="YAML file with any of the settings below; flags win over it.")],

@@ -37,6 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # methods that are short for settings of
     "bakron-backprop": {"hessian": "backprop", "factor": "shampoo"},
 }
 FACTOR_FORMS = ("kfac", "shampoo", "shampoo:K", "mixed", "sequence", "kl", "kl:K")  # K = number of steps, 1 to 99
+OF_THE_MACHINE = ("memory", "boundary_memory", "verify")  # fields that do not touch the result: a run may go on with others
 OF_HESSIANS = (  # fields that rounding to nearest does not heed
     "hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "diagnostics", "skip_first", "order", "refit", "polish", "accumulate",
 )  # fmt: skip
@@ -214,6 +215,11 @@ class Recipe(BaseModel):
         description="Memory for what is kept between blocks during the gradient pass, such as 800MB or 4GB. Less means more forward passes and "
         "the same result. Default: as much as one input per block takes. Only with backprop.",
     )
+    memory: str | None = Field(
+        None,
+        description="Memory for the hidden states and gradients of all calibration tokens, such as 4GB; the rest of them waits in files in OUT. "
+        "Slower, and the same result. Default: no limit.",
+    )
     factors: str | None = Field(
         None,
         description="Directory that keeps the gradient pass, so that later runs with the same model, data and seed reuse it. Only with "
@@ -227,9 +233,9 @@ class Recipe(BaseModel):
             raise ValueError("no factorisation")
         return value
 
-    @field_validator("boundary_memory", mode="before")
+    @field_validator("boundary_memory", "memory", mode="before")
     @classmethod
-    def _boundary_memory(cls, value: object) -> str | None:
+    def _size(cls, value: object) -> str | None:
         if value is None:
             return None
         size_in_bytes(str(value))
@@ -324,7 +330,9 @@ def _levels(levels: int | None, bits: int | None) -> tuple[int, int | None]:
 
 def _refuse_idle(recipe: Recipe) -> None:
     method = recipe.method
-    given = [name for name in (*OF_HESSIANS, *OF_GRADIENTS) if getattr(recipe, name) is not None and getattr(recipe, name) is not False]
+    given = [
+        name for name in (*OF_HESSIANS, "memory", *OF_GRADIENTS) if getattr(recipe, name) is not None and getattr(recipe, name) is not False
+    ]
     if method == "rtn" and given:
         raise RecipeError(
             f"{_and(given)} would do nothing with method rtn, which rounds without a Hessian",
@@ -402,7 +410,7 @@ def allowed(name: str) -> str:
         return "a whole number of at least 1, or -1 for one scale per row"
     if name == "factor":
         return f"{', '.join(FACTOR_FORMS[:-1])} or {FACTOR_FORMS[-1]} (K = 1 to 99 steps)"
-    if name == "boundary_memory":
+    if name in ("boundary_memory", "memory"):
         return "a size such as 800MB or 4GB"
     if name in DAMPINGS:
         return "a number of at least 0, or auto"

@@ -91,6 +91,11 @@ class Tokens:
             parts.append(f"{_count(self.duplicates, 'duplicate')} among the kept")
         return "; ".join(parts)
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the ids."""
+        return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
+
     def record(self) -> dict[str, Any]:
         """All of it but the ids, as values that JSON can hold."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ids"} | {"length": self.ids.shape[1]}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bakron import config, formats, rundir
 from bakron import data as corpus
-from bakron.errors import RecipeError
+from bakron.errors import OutputError, RecipeError
 from bakron.models import load as models
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from bakron.grids import UniformGrid
     from bakron.hessian import Estimator
     from bakron.models.walk import Walk
+    from bakron.models.weights import Weights
     from bakron.pipeline import Rounded
 
 Progress = Callable[[str, int, int], None]
@@ -37,7 +40,8 @@ class Job:
         source: Where the model is.
         tokenizer: Its tokenizer; None if it has none and none is needed.
         tokens: Calibration windows; None for rtn.
-        model: Loaded in float32.
+        model: Without its weights.
+        weights: Where they are.
         walk: The model block by block.
         dtype: In which all that is not quantized is stored.
         fingerprint: SHA-256 of the model's original weights.
@@ -48,6 +52,7 @@ class Job:
     tokenizer: Any
     tokens: corpus.Tokens | None
     model: Any
+    weights: Weights
     walk: Walk
     dtype: torch.dtype
     fingerprint: str
@@ -76,7 +81,7 @@ class Job:
         from bakron.export import Content
 
         linears = stored_linears(self.walk, StoredCodes(target, self.recipe))
-        return Content(self.model, self.tokenizer, self.source, self.dtype, linears, [self.walk.layout.head])
+        return Content(self.model, self.weights, self.tokenizer, self.source, self.dtype, linears, [self.walk.layout.head])
 
     @property
     def used(self) -> torch.Tensor | None:
@@ -99,13 +104,14 @@ def held_out(sequences: int) -> int:
     return max(HELD_LEAST, sequences // HELD_SHARE)
 
 
-def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
-    """Read text and model, and refuse what cannot work: cheap checks first.
+def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> Job:
+    """Read the text, look at every weight of the model once, and refuse what cannot work: cheap checks first.
 
     Args:
         source: From `models.load.find`.
         recipe: Resolved.
         log: Called with one-line messages.
+        scratch: Where activations go for which there is no memory.
 
     Returns:
         The job.
@@ -117,6 +123,7 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
 
     from bakron.export import check_content
     from bakron.grids import check_groups
+    from bakron.models.room import Room
     from bakron.models.walk import Walk
     from bakron.pipeline import check_widths
 
@@ -125,6 +132,7 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
     check_groups(widths, recipe.group_size)
     formats.check_shapes(recipe.format, recipe.gguf_type, {name: (None, n) for name, n in widths.items()})
     log(f"loading {source.name}")
+    source = models.fetch(source)
     if source.code:
         log("warning: config.json names Python code of its own (auto_map), which is not run")
     tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
@@ -133,20 +141,20 @@ def prepare(source: models.Source, recipe: Recipe, log: Log) -> Job:
         texts = corpus.load(recipe.data, split="calibration")
         tokens = corpus.windows(texts, tokenizer, length=recipe.length, sequences=recipe.sequences, seed=recipe.seed)
         log(f"calibration: {tokens.describe()}")
-    model = models.read(source, torch.float32)
+    model, weights = models.open_model(source)
     check_content(recipe.format, model.config, tokenizer, source)
     if tokens is not None:
         models.check_tokens(model, tokens.ids)
-    walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision)
+    room = Room(None if recipe.memory is None else config.size_in_bytes(recipe.memory), scratch / rundir.FOLDER / "spill")
+    walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision, weights, room)
     check_widths(walk, recipe)
     dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)
-    models.check_range(model, dtype)
     widest = max(linear.in_features for linear in walk.linears(0).values())
     if tokens is not None and tokens.ids.numel() < widest:
         log(
             f"warning: {tokens.ids.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest linear; more sequences would help"
         )
-    return Job(recipe, source, tokenizer, tokens, model, walk, dtype, models.fingerprint(model))
+    return Job(recipe, source, tokenizer, tokens, model, weights, walk, dtype, weights.survey(dtype))
 
 
 def device(name: str) -> torch.device:
@@ -165,16 +173,17 @@ def device(name: str) -> torch.device:
     return found
 
 
-def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimator | None, Path | None]:
+def make_estimator(job: Job, target: Path, progress: Progress, log: Log = lambda _: None) -> Estimator | None:
     """The recipe's estimator; for backprop this runs the gradient pass.
 
     Args:
         job: What to work on; the model still has its original weights.
         target: Output directory, which holds the gradient pass unless the recipe names a place.
         progress: Called with (stage, done, total).
+        log: Called with one-line messages.
 
     Returns:
-        The estimator, None for rtn; and the directory of the gradient pass if it is to be removed afterwards.
+        The estimator; None for rtn.
     """
     import torch
 
@@ -182,15 +191,18 @@ def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimato
 
     recipe = job.recipe
     if job.tokens is None:
-        return None, None
+        return None
     estimate = ESTIMATORS[recipe.hessian or "backprop"]
     common = {"skip": int(recipe.skip_first), "dtype": getattr(torch, recipe.accumulate or "float32")}
     if recipe.hessian == "input":
-        return estimate(job.walk, **common), None
+        return estimate(job.walk, **common)
     if recipe.hessian != "backprop":
-        return estimate(job.walk, factor=recipe.factor, **common), None
+        return estimate(job.walk, factor=recipe.factor, **common)
     store = Path(recipe.factors).expanduser() if recipe.factors else target / rundir.FOLDER / "gradients"
-    estimator = estimate(
+    if not recipe.factors and (bad := rundir.first_damaged(store)):
+        log(f"{bad}. The gradient pass is run again")
+        shutil.rmtree(store)
+    return estimate(
         job.walk,
         job.tokens.ids,
         store,
@@ -204,7 +216,6 @@ def make_estimator(job: Job, target: Path, progress: Progress) -> tuple[Estimato
         boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
         progress=progress,
     )
-    return estimator, None if recipe.factors else store
 
 
 def codes_of(rounded: Mapping[str, Rounded]) -> dict[str, torch.Tensor]:
@@ -239,6 +250,14 @@ class StoredCodes:
         self.low, self.high = code_range(recipe.levels, None, recipe.symmetric)
         self._block: tuple[int, dict[str, torch.Tensor]] = (-1, {})
 
+    def values(self, i: int, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Rounded weights of block i by linear, float32."""
+        found = {}
+        for name in names:
+            codes, grid = self.linear(i, name)
+            found[name] = grid.values(codes)
+        return found
+
     def linear(self, i: int, name: str) -> tuple[torch.Tensor, UniformGrid]:
         """Codes `[m, n]` int32 and grid of a linear of block i.
 
@@ -247,7 +266,6 @@ class StoredCodes:
         """
         import torch
 
-        from bakron.errors import OutputError
         from bakron.grids import OffsetGrid, UniformGrid
 
         if self._block[0] != i:
@@ -264,6 +282,67 @@ class StoredCodes:
         if (offset := stored.get(f"{name}.offset")) is not None:
             return codes.to(torch.int32), OffsetGrid(scale, None, self.low, self.high, groups, None, offset)
         return codes.to(torch.int32), UniformGrid(scale, stored.get(f"{name}.zero"), self.low, self.high, groups)
+
+
+class Done:
+    """The blocks of a run that are rounded: their codes on disk, and what happened to them, as told by the events that are stored with the codes.
+
+    Args:
+        job: What is worked on.
+        target: Output directory.
+        log: Called with one-line messages.
+
+    Attributes:
+        count: Blocks that are done, from the first.
+        stored: Their codes.
+        quantized: Weights in them.
+        scales: Scales of those.
+        raised: Linears whose damping was raised.
+        chosen: By candidate of the gate, how often it was chosen.
+        outlying: What is told of outliers of each linear.
+    """
+
+    def __init__(self, job: Job, target: Path, log: Log) -> None:
+        self._job, self._target = job, target
+        self._events = rundir.Events(target / rundir.FOLDER / "events.jsonl")
+        self.count = self.quantized = self.scales = self.raised = 0
+        self.chosen: dict[str, int] = {}
+        self.outlying: list[dict[str, Any]] = []
+        self.stored = StoredCodes(target, job.recipe)
+        events: list[dict[str, Any]] = []
+        for i in range(len(job.walk)):
+            file = rundir.codes_file(target, i)
+            if not file.is_file():
+                break
+            try:
+                tensors, told = rundir.read_tensors(file, "the codes of a block"), json.loads(rundir.read_metadata(file)["events"])
+            except (OutputError, KeyError, ValueError) as error:
+                log(f"{error if isinstance(error, OutputError) else f'{file} has no events.'} Blocks from {i} on are rounded again")
+                break
+            self._add(tensors, told)
+            events += told
+        for i in range(self.count, len(job.walk)):
+            rundir.codes_file(target, i).unlink(missing_ok=True)
+        self._events.replace(events)
+
+    def keep(self, i: int, rounded: Mapping[str, Rounded]) -> None:
+        """Store the next block."""
+        tensors, events = codes_of(rounded), [one.event for one in rounded.values()]
+        rundir.write_tensors(rundir.codes_file(self._target, i), tensors, {"events": json.dumps(events, allow_nan=False)})
+        for event in events:
+            self._events.write(event)
+        self._add(tensors, events)
+
+    def _add(self, tensors: Mapping[str, torch.Tensor], events: Iterable[Mapping[str, Any]]) -> None:
+        self.count += 1
+        for name, tensor in tensors.items():
+            self.quantized += tensor.numel() if name.endswith(".codes") else 0
+            self.scales += tensor.numel() if name.endswith(".scale") else 0
+        for event in events:
+            self.raised += event.get("damping_raised", False)
+            self.outlying.append(event.get("outliers", {}))
+            if "gate" in event:
+                self.chosen[event["gate"]["chosen"]] = self.chosen.get(event["gate"]["chosen"], 0) + 1
 
 
 def stored_linears(walk: Walk, stored: StoredCodes) -> dict[str, Callable[[], Linear]]:

@@ -69,6 +69,7 @@ def run(
     ids: Tensor | None = None,
     estimator: Estimator | None = None,
     keep: Callable[[int, dict[str, Rounded]], None],
+    stored: Callable[[int], dict[str, Tensor] | None] = lambda _: None,
     treat: Treat | None = None,
     progress: Progress = lambda *_: None,
     observe: Callable[[dict[str, Any]], None] = lambda _: None,
@@ -83,6 +84,7 @@ def run(
         ids: Calibration tokens `[N, T]`; None for rtn.
         estimator: Of the Hessians; None for rtn.
         keep: Called with every block's index and its rounded linears by name, before the next block starts.
+        stored: From a block's index to the values of its linears by name, if it was rounded before; such a block is only run for what the next one sees.
         treat: What to do with a linear, in place of `round_linear`.
         progress: Called with (stage, done, total).
         observe: Called with a linear's event when it is rounded.
@@ -94,6 +96,13 @@ def run(
     with clock.stage("calibrate"):
         hidden = walk.embed(ids) if ids is not None else None
     for i in range(len(walk)):
+        if (values := stored(i)) is not None:
+            with clock.stage("calibrate"):
+                hidden = _replay(walk, i, hidden, values if recipe.inputs == "quantized" else {})
+            progress("quantize", i + 1, len(walk))
+            continue
+        with clock.stage("load"):
+            walk.load(i)
         krons: dict[str, Kron] = {}
         told: dict[str, dict[str, Any]] = {}
         gate: Heldout | None = None
@@ -124,6 +133,17 @@ def run(
             with clock.stage("calibrate"):
                 hidden = walk.apply(i, hidden)
         progress("quantize", i + 1, len(walk))
+
+
+def _replay(walk: Walk, i: int, hidden: Tensor | None, values: dict[str, Tensor]) -> Tensor | None:
+    """What block i, with these values in place of its weights, makes of the hidden states."""
+    if hidden is None or i + 1 == len(walk):
+        return hidden
+    walk.load(i)
+    for name, linear in walk.linears(i).items():
+        if name in values:
+            linear.weight.data.copy_(values[name])
+    return walk.apply(i, hidden)
 
 
 def round_linear(

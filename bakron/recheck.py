@@ -60,8 +60,6 @@ def certify_run(
             "a run without refit and polish",
         )
     source = models.find(str(model or summary["model"]))
-    job = prepare(source, recipe, log or (lambda _: None))
-    _same_inputs(job, summary)
     stored = StoredCodes(target, recipe)
     found: dict[str, dict[str, Any]] = {}
 
@@ -69,7 +67,9 @@ def certify_run(
         found.update({one.event["linear"]: one.event for one in rounded.values()})
 
     with tempfile.TemporaryDirectory(prefix="bakron-certify-") as scratch:
-        estimator, _ = make_estimator(job, Path(scratch), progress or (lambda *_: None))
+        job = prepare(source, recipe, log or (lambda _: None), Path(scratch))
+        _same_inputs(job, summary)
+        estimator = make_estimator(job, Path(scratch), progress or (lambda *_: None))
         walk_blocks(
             job.walk,
             # what was chosen for each linear is in the events; the sequences to choose by stay out of the factors all the same

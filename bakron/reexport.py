@@ -114,15 +114,17 @@ def _content(
 
     source = models.find(str(model or summary["model"]))
     log(f"loading {source.name}")
-    loaded = models.read(source, torch.float32)
-    if models.fingerprint(loaded) != summary["model_sha256"]:
+    source = models.fetch(source)
+    loaded, weights = models.open_model(source)
+    dtype = getattr(torch, summary["dtype"])
+    if weights.survey(dtype) != summary["model_sha256"]:
         raise ModelError(f"{source.name} has other weights than the run started from", "the same model", "Name it with --model")
     tokenizer = models.read_tokenizer(source, required=False)
     check_content(format, loaded.config, tokenizer, source)
-    walk = Walk(loaded, 2, torch.device("cpu"), 1, "float32")
+    walk = Walk(loaded, 2, weights=weights)
     formats.check_shapes(format, gguf_type, {name: tuple(linear.weight.shape) for name, linear in walk.linears(0).items()})
     linears = stored_linears(walk, StoredCodes(origin, recipe))
-    return Content(loaded, tokenizer, source, getattr(torch, summary["dtype"]), linears, [walk.layout.head])
+    return Content(loaded, weights, tokenizer, source, dtype, linears, [walk.layout.head])
 
 
 def _check_target(origin: Path, target: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bakron import rundir
 from bakron.errors import OutputError
+from bakron.plots import BOTTOM, HEIGHT, LEFT, RIGHT, WIDE, Panel, Series, memory, number, panel
 
 Figure = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30)]
 STAGES = ("load", "calibrate", "hessian", "solve", "write")
-TINY = 1e-30  # smaller figures are zero
 COLORS = 8  # that the page has; runs beyond them are refused
 
 
@@ -196,115 +196,6 @@ def _recipe(file: Path) -> dict[str, Any]:
     return config.load(file).model_dump() if file.is_file() else {}
 
 
-# --- plots: from figures to points of an SVG -------------------------------------------------------------------------------------------
-
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 300, 150, 40, 22, 8, 10
-
-
-@dataclass(frozen=True)
-class Series:
-    """Points `(x, y, what they say)` of one color; `dashed` tells a second series of the same color apart."""
-
-    name: str
-    color: int
-    points: list[tuple[float, float, str]]
-    dashed: bool = False
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A small plot, its geometry worked out: lines as SVG points, ticks as (position, text)."""
-
-    title: str
-    lines: list[dict[str, Any]]
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-
-
-def panel(
-    title: str, series: Iterable[Series], *, log: bool = False, zero: bool = False, unit: Callable[[float], str] | None = None
-) -> Panel | None:
-    """Lay out a plot.
-
-    Args:
-        title: Above it.
-        series: What to draw.
-        log: A logarithmic y axis; values that are not positive are left out.
-        zero: The y axis starts at 0.
-        unit: Writes a y value.
-
-    Returns:
-        The plot, or None if there is nothing to draw.
-    """
-    drawn = [Series(one.name, one.color, [p for p in one.points if p[1] > TINY or not log], one.dashed) for one in series]
-    drawn = [one for one in drawn if one.points]
-    if not drawn:
-        return None
-    unit = unit or number
-    scale: Callable[[float], float] = math.log10 if log else float
-    xs = [x for one in drawn for x, _, _ in one.points]
-    ys = [scale(y) for one in drawn for _, y, _ in one.points]
-    low, high, y_ticks = (log_ticks if log else ticks)(0.0 if zero else min(ys), max(ys))
-    left, right, x_ticks = min(xs), max(xs), ticks(min(xs), max(xs), whole=all(x == int(x) for x in xs))[2]
-    across = lambda x: round(LEFT + (WIDTH - LEFT - RIGHT) * ((x - left) / (right - left) if right > left else 0.5), 1)  # noqa: E731
-    up = lambda y: round(HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * ((y - low) / (high - low) if high > low else 0.5), 1)  # noqa: E731
-    lines = [
-        {
-            "name": one.name,
-            "color": one.color,
-            "dashed": one.dashed,
-            "path": " ".join(f"{across(x)},{up(scale(y))}" for x, y, _ in one.points),
-            "dots": [(across(x), up(scale(y)), text) for x, y, text in one.points] if len(one.points) <= 200 else [],
-        }
-        for one in drawn
-    ]
-    return Panel(
-        title,
-        lines,
-        [(across(x), number(x)) for x in x_ticks if left <= x <= right],
-        [(up(y), unit(10**y if log else y)) for y in y_ticks],
-    )
-
-
-def ticks(low: float, high: float, whole: bool = False) -> tuple[float, float, list[float]]:
-    """Round limits around a range, and three to five round places in it."""
-    if high - low <= max(TINY, 1e-9 * max(abs(low), abs(high))):
-        low, high = (low - 1, high + 1) if whole or abs(low) <= TINY else (min(0.9 * low, 1.1 * low), max(0.9 * low, 1.1 * low))
-    step = 10.0 ** math.floor(math.log10((high - low) / 3))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 4)
-    step = max(1.0, round(step)) if whole else step
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    places = [round(i * step, 12) for i in range(first, last + 1)]
-    return places[0], places[-1], places
-
-
-def log_ticks(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Limits and places, as `ticks`, for values that are logarithms: powers of ten, or parts of them where the range is small."""
-    marks = (0.0,) if high - low > 2 else (0.0, math.log10(2), math.log10(5))
-    places = [power + mark for power in range(math.floor(low), math.ceil(high) + 1) for mark in marks]
-    first = max([p for p in places if p <= low + 1e-9], default=places[0])
-    last = min([p for p in places if p >= high - 1e-9], default=places[-1])
-    if last <= first:
-        first, last = first - 1, first + 1
-    places = [p for p in places if first <= p <= last] or [first, last]
-    return first, last, places[:: -(-len(places) // 5)]
-
-
-def number(value: float) -> str:
-    """A number in few characters."""
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-
-
-def memory(value: float) -> str:
-    """Bytes in words."""
-    for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {name}"
-    return f"{value:.0f} B"
-
-
 def kinds(runs: Sequence[Run]) -> list[str]:
     """Names of linears within a block, in the order they come."""
     return list(dict.fromkeys(event.kind for run in runs for event in run.events))
@@ -354,7 +245,7 @@ def memories(runs: Sequence[Run]) -> Panel | None:
                     text = f"{run.name} {label} {memory(value)} after {offset + last:.0f} s, {event.linear}"
                     points[label].append((offset + last, float(value), text))
         series += [Series(f"{run.name} {label}".strip(), run.color, own, bool(label)) for label, own in points.items()]
-    return panel("seconds", series, zero=True, unit=memory)
+    return panel("over seconds since the start", series, zero=True, unit=memory, width=WIDE)
 
 
 def bits(runs: Sequence[Run]) -> Panel | None:
@@ -393,26 +284,18 @@ def render(runs: Sequence[Run]) -> str:
     Args:
         runs: At least one; those of one report share their colors with the plots.
     """
-    import jinja2
-
     import bakron
 
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("bakron", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"number": number, "memory": memory}
-    return environment.get_template("report.html").render(
+    return _template().render(
         runs=runs,
         version=bakron.__version__,
-        geometry={"width": WIDTH, "height": HEIGHT, "left": LEFT, "bottom": HEIGHT - BOTTOM, "top": TOP, "right": WIDTH - RIGHT},
-        ratio=by_kind(runs, {"": lambda e: e.ratio}, log=True),
+        geometry={"height": HEIGHT, "left": LEFT, "bottom": HEIGHT - BOTTOM, "right": RIGHT},
+        ratio=by_kind(runs, {"": lambda e: e.ratio}, zero=True, top=1.0),
         relative=by_kind(runs, {"": lambda e: e.relative_loss}, log=True),
-        rho=by_kind(runs, {"A": lambda e: e.rho_a, "B": lambda e: e.rho_b}, zero=True),
-        spectrum=by_kind(runs, {"A": lambda e: e.top_decile and e.top_decile.a, "B": lambda e: e.top_decile and e.top_decile.b}, zero=True),
+        rho=by_kind(runs, {"A": lambda e: e.rho_a, "B": lambda e: e.rho_b}, zero=True, top=1.0),
+        spectrum=by_kind(
+            runs, {"A": lambda e: e.top_decile and e.top_decile.a, "B": lambda e: e.top_decile and e.top_decile.b}, zero=True, top=1.0
+        ),
         effective=by_kind(
             runs,
             {"A": lambda e: e.effective_tokens and e.effective_tokens.a, "B": lambda e: e.effective_tokens and e.effective_tokens.b},
@@ -425,6 +308,21 @@ def render(runs: Sequence[Run]) -> str:
         settings=settings(runs),
         evaluated_on=sorted({(run.evaluation.data, run.evaluation.tokens, run.evaluation.length) for run in runs if run.evaluation}),
     )
+
+
+@cache
+def _template() -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("bakron", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "memory": memory}
+    return environment.get_template("report.html")
 
 
 def write(paths: Sequence[str | Path], out: str | Path) -> None:

@@ -313,6 +313,7 @@ def test_output_holds_what_is_documented_and_nothing_else(tmp_path, text):
         "bakron/codes/block_0001.safetensors",
         "bakron/events.jsonl",
         "bakron/recipe.yaml",
+        "bakron/run.json",
         "bakron/summary.json",
         "config.json",
         "generation_config.json",

@@ -146,7 +146,7 @@ def test_a_flipped_bit_is_found(format, file, place, tmp_path, monkeypatch):
 
 
 def test_sharded_output_has_an_index_and_loads(place, tmp_path, monkeypatch):
-    monkeypatch.setattr("bakron.export.checkpoint.SHARD", "20KB")
+    monkeypatch.setattr("bakron.export.checkpoint.SHARD", 20_000)
     record = bakron.export_run(place / "run", tmp_path / "out", format="packed")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     shards = sorted(tmp_path.glob("out/*.safetensors"))

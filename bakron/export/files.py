@@ -13,7 +13,7 @@ from torch import Tensor
 from bakron.errors import OutputError
 from bakron.export import compressed_tensors, dense, gguf, gguf_vocabulary, gptq, packed
 from bakron.export.checkpoint import Linear, write_checkpoint
-from bakron.models.load import tied_names
+from bakron.models.weights import Weights, tied_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,7 +28,8 @@ class Content:
     """What is exported.
 
     Attributes:
-        model: Supplies everything that is not quantized.
+        model: Its architecture and config; the parameters may be on the meta device.
+        weights: Supplies everything that is not quantized.
         tokenizer: None if the model has none.
         source: Where the model is.
         dtype: Of everything that is not quantized.
@@ -37,6 +38,7 @@ class Content:
     """
 
     model: PreTrainedModel
+    weights: Weights
     tokenizer: PreTrainedTokenizerBase | None
     source: Source
     dtype: torch.dtype
@@ -87,15 +89,15 @@ def write(out: Path, format: str, gguf_type: str | None, content: Content) -> No
     form, model, source = form_of(format, gguf_type), content.model, content.source
     if gguf_type is not None:
         tied = tied_names(model)
-        tensors = {name: (lambda tensor=tensor: tensor) for name, tensor in model.state_dict().items() if name not in tied}
+        tensors = {name: (lambda name=name: content.weights.get(name)) for name in model.state_dict() if name not in tied}
         words = gguf_vocabulary.fields(content.tokenizer, _gguf_source(source), model.config.vocab_size)
         title = Path(source.name).name.removesuffix(".gguf")
         gguf.write(out / gguf.file_name(gguf_type), model.config, tensors, content.linears, content.dtype, gguf_type, words, title)
         return
     grid = content.sample.grid
-    where = source.path if source.path is not None and source.gguf is None else None
+    where = source.path if source.gguf is None else None
     quantization = form.quantization_config(grid, content.ignore)
-    write_checkpoint(out, model, content.tokenizer, where, content.dtype, content.linears, form.encode, quantization)
+    write_checkpoint(out, model, content.weights, content.tokenizer, where, content.dtype, content.linears, form.encode, quantization)
     if format == "gptq":
         gptq.beside(out, grid, content.ignore)
 

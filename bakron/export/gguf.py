@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,8 @@ def write(
     import gguf
 
     architecture = ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(path, architecture, use_temp_file=True)
+    partial = path.with_name(path.name + ".tmp")
+    writer = gguf.GGUFWriter(partial, architecture, use_temp_file=True)
     writer.add_name(name)
     writer.add_file_type(getattr(gguf.LlamaFileType, TYPES[kind].file_type))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -139,6 +141,7 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    os.replace(partial, path)
 
 
 def tensor_names(config: Any) -> Any:

@@ -107,6 +107,7 @@ class BackpropEstimator:
                 held=held,
                 dtype=dtype,
                 slots=slots_in(walk, ids, boundary_memory),
+                key=json.dumps(key, sort_keys=True),
                 progress=progress or (lambda *_: None),
             )
             rundir.write_text(store / MANIFEST, json.dumps(key, indent=1))

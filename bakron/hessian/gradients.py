@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bakron import rundir
-from bakron.errors import ModelError, RecipeError
+from bakron.errors import ModelError, OutputError, RecipeError
 from bakron.hessian import schedule
 from bakron.hessian.factor import Step, Weighting, pack
 from bakron.hessian.input import refuse_second_use
@@ -30,6 +30,7 @@ from bakron.models.walk import Walk
 
 Progress = Callable[[str, int, int], None]
 HEAD_TOKENS = 128  # tokens whose logits are alive at a time: a buffer small enough for allocators to recycle
+LEFT = "left.safetensors"  # in the store, while a pass is under way: the gradient at which it goes on
 IN_FLIGHT = 3  # tensors as large as a block's input beside those kept: what enters and leaves the block that runs, and the gradient
 
 
@@ -80,9 +81,10 @@ def gradient_pass(
     held: int = 0,
     dtype: torch.dtype = torch.float32,
     slots: int | None = None,
+    key: str = "",
     progress: Progress,
 ) -> dict[str, int]:
-    """Forward to the head, then back block by block; one file a block in `store`.
+    """Forward to the head, then back block by block; one file a block in `store`. A pass that was cut short there goes on from the last block that is done.
 
     Args:
         walk: The original model.
@@ -96,6 +98,7 @@ def gradient_pass(
         held: Last sequences that are kept out of all sums, and whose block inputs and gradients are stored instead.
         dtype: Of products and sums.
         slots: Block inputs kept at once, from `slots_in`; None keeps all.
+        key: Identifies the pass; one of another key is not gone on with.
         progress: Called with (stage, done, total).
 
     Returns:
@@ -104,10 +107,12 @@ def gradient_pass(
     Raises:
         ModelError: An activation or a gradient is not finite.
     """
-    units = len(walk) + 1
-    slots = units if slots is None else slots
-    total, done = schedule.forward_runs(units, slots), [0, 0]
-    gradient = torch.empty(0)
+    units, gradient = _left(walk, store, key)
+    if units == 0:
+        return {"forward": 0, "backward": 0, "kept": 0, "bytes": 0}
+    slots = units if slots is None else min(slots, units)
+    total, done = schedule.forward_runs(units, slots), [0, max(len(walk) - units, 0)]
+    before = dict(walk.runs)
 
     def forward(i: int, inputs: Tensor) -> Tensor:
         outputs = walk.apply(i, inputs)
@@ -123,24 +128,45 @@ def gradient_pass(
         nonlocal gradient
         if i == len(walk):
             gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None)
+            _keep_left(store, key, i, gradient)
             return
         used = len(inputs) - held
         tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:used], weighting, clip=clip, skip=skip, dtype=dtype)
         if held:
             tensors |= {"heldout.inputs": inputs[used:], "heldout.gradient": gradient[used:]}
-            at_input = torch.cat([at_input, block_gradients(walk, i, inputs[used:], gradient[used:], lambda *_: None)])
+            whole = walk.room.empty_like(gradient)
+            whole[:used], whole[used:] = at_input, block_gradients(walk, i, inputs[used:], gradient[used:], lambda *_: None)
+            at_input = whole
         gradient = at_input
         rundir.write_tensors(block_file(store, i), tensors)
+        _keep_left(store, key, i, gradient)
         done[1] += 1
         progress("backward", done[1], len(walk))
 
-    runs, kept = schedule.reverse(units, slots, walk.embed(ids), forward, visit)
+    _, kept = schedule.reverse(units, slots, walk.embed(ids), forward, visit)
+    (store / LEFT).unlink(missing_ok=True)
     return {
-        "forward": runs,
-        "backward": len(walk) * weighting.steps * (1 if clip is None or not weighting.b_by_input else 2),
+        **{way: walk.runs[way] - before[way] for way in walk.runs},
         "kept": kept,
         "bytes": (kept + IN_FLIGHT) * boundary_bytes(walk, ids),
     }
+
+
+def _left(walk: Walk, store: Path, key: str) -> tuple[int, Tensor]:
+    """How many units a pass that was cut short has still to visit, the head being the last, and the gradient at the output of the last of them."""
+    try:
+        found = rundir.read_metadata(store / LEFT)
+        if found.get("key") == key:
+            units, gradient = int(found["units"]), rundir.read_tensors(store / LEFT)["gradient"]
+            if all(block_file(store, i).is_file() for i in range(units, len(walk))):
+                return units, gradient
+    except OutputError:  # none there, or damaged: from the start
+        pass
+    return len(walk) + 1, torch.empty(0)
+
+
+def _keep_left(store: Path, key: str, units: int, gradient: Tensor) -> None:
+    rundir.write_tensors(store / LEFT, {"gradient": gradient}, {"key": key, "units": str(units)})
 
 
 def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids: Tensor | None = None) -> Tensor:
@@ -159,7 +185,7 @@ def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids
     following = None if ids is None else torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1).flatten()
     generator = torch.Generator().manual_seed(seed)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    result = torch.empty_like(flat)
+    result = walk.room.empty_like(flat)
     with walk.head_resident():
         for start in range(0, len(flat), HEAD_TOKENS):
             x = flat[start : start + HEAD_TOKENS].to(walk.device).requires_grad_()
@@ -288,7 +314,8 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
         The gradient at the block's input, `[N, T, d]` on the CPU.
     """
     linears = walk.linears(i)
-    result = torch.empty_like(gradient)
+    result = walk.room.empty_like(gradient)
+    walk.runs["backward"] += 1
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:

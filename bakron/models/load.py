@@ -1,13 +1,12 @@
-"""Find, check and read a model: a Hugging Face directory, a hub name, or a GGUF file."""
+"""Find, check and open a model: a Hugging Face directory, a hub name, or a GGUF file."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from bakron.models.weights import Weights
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 PICKLED = "Load it in transformers and call save_pretrained"
 GGUF_SIZES = {
@@ -39,15 +41,22 @@ class Source:
 
     Attributes:
         name: What the user wrote.
-        path: Directory, or the directory of a GGUF file; None for a hub name.
+        path: Directory, or the directory of a GGUF file; None for a hub name that has not been fetched.
         gguf: File name within `path`, or None.
         config: Parsed config.json of a directory, else None.
+        hub: Whether `name` is a hub name.
     """
 
     name: str
     path: Path | None
     gguf: str | None
     config: dict[str, Any] | None
+    hub: bool = False
+
+    @property
+    def identity(self) -> str:
+        """Hub name, or absolute path of the directory or file."""
+        return self.name if self.hub or self.path is None else str((self.path / (self.gguf or "")).resolve())
 
     @property
     def quantized(self) -> str | None:
@@ -93,7 +102,7 @@ def find(name: str, *, quantized: bool = False) -> Source:
             raise ModelError(
                 f"no file or directory {name}", "a Hugging Face directory, a hub name (org/name), or a GGUF file", "Check the path"
             )
-        return Source(name, None, None, None)
+        return Source(name, None, None, None, hub=True)
     source = Source(name, path, None, _read_config(path))
     if source.quantized and not quantized:
         raise ModelError(
@@ -168,8 +177,57 @@ def widths(config: dict[str, Any]) -> dict[str, int]:
     return {"q_proj, k_proj, v_proj, gate_proj, up_proj": hidden, "o_proj": heads * head_dim, "down_proj": inner}
 
 
+def fetch(source: Source) -> Source:
+    """A hub model as a directory in the hub's cache; anything else as it is.
+
+    Raises:
+        ModelError: It cannot be reached, or is nothing that `find` accepts.
+    """
+    if source.path is not None:
+        return source
+    from huggingface_hub import snapshot_download
+
+    with _quiet(), refused(f"{source.name} cannot be had from the hub", "a directory, hub name, or GGUF file", None):
+        path = snapshot_download(source.name, allow_patterns=HUB_FILES)
+    return replace(find(path), name=source.name, hub=True)
+
+
+def open_model(source: Source) -> tuple[PreTrainedModel, Weights]:
+    """The model without its weights, and the weights where they are stored. Nothing is read but headers.
+
+    Args:
+        source: From `find`, fetched.
+
+    Returns:
+        The model in evaluation mode, its parameters float32 on the meta device, its buffers (such as rotary frequencies) real; and its weights.
+
+    Raises:
+        ModelError: It cannot be read, lacks weights or has others than its config, or is of an unknown architecture.
+    """
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from bakron.models.weights import GGUFReader, SafetensorsReader, Weights
+
+    assert source.path is not None
+    if source.gguf:
+        _need_gguf(source)
+    with _quiet(), _explained(source), torch.random.fork_rng(devices=[]):
+        config = AutoConfig.from_pretrained(_where(source), trust_remote_code=False, **({"gguf_file": source.gguf} if source.gguf else {}))
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model.tie_weights()
+        layout_of(model.config.model_type)
+        reader = GGUFReader(source.path / source.gguf, model) if source.gguf else SafetensorsReader(source.path)
+        weights = Weights(model, reader, source.name)
+    model.eval().requires_grad_(False)
+    model.config.use_cache = False
+    return model, weights
+
+
 def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the model into host memory, all weights in `dtype`, in evaluation mode, no gradients.
+    """Load the whole model into host memory, all weights in `dtype`, in evaluation mode, no gradients.
 
     Args:
         source: From `find`.
@@ -183,6 +241,8 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
     """
     import torch
     from transformers import AutoModelForCausalLM
+
+    from bakron.models.weights import tied_names
 
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -201,15 +261,10 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     if source.quantized == "bakron":
         import bakron.reader  # noqa: F401 (makes the method known to transformers)
-    with _quiet(), refused(f"{source.name} cannot be loaded", "a complete causal language model", None):
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(_where(source), **options)
-        except ImportError as error:
-            raise ModelError(
-                f"reading {source.name} needs a package that is not installed: {error}", None, "pip install 'bakron[formats]'"
-            ) from error
+    with _quiet(), _explained(source):
+        model, info = AutoModelForCausalLM.from_pretrained(_where(source), **options)
     layout = layout_of(model.config.model_type)
-    missing = sorted(set(info["missing_keys"]) - tied_names(model))
+    missing = sorted(set(info["missing_keys"]) - tied_names(model).keys())
     if missing:
         raise ModelError(f"{source.name} lacks {len(missing)} weights: {', '.join(missing[:3])}", "all weights")
     if misshapen := sorted(info["mismatched_keys"]):
@@ -290,39 +345,6 @@ def check_tokens(model: nn.Module, ids: torch.Tensor) -> None:
         )
 
 
-def tied_names(model: PreTrainedModel) -> set[str]:
-    """Parameters that are another parameter under a second name (the head of a model with tied embeddings); they are not stored."""
-    return set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-
-
-def check_range(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Refuse a dtype that cannot hold the model's weights: they would be written as infinities.
-
-    Raises:
-        ModelError: The first such weight is named.
-    """
-    import torch
-
-    largest = torch.finfo(dtype).max
-    for name, parameter in model.named_parameters():
-        if (reached := float(parameter.abs().max())) > largest:
-            kind = str(dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{name} reaches {reached:.3g}", f"at most {largest:.3g}, the range of {kind}", "Choose dtype bfloat16 or float32"
-            )
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 over names and values of all weights."""
-    import torch
-
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(dtype=torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def _where(source: Source) -> str:
     return source.name if source.path is None else str(source.path)
 
@@ -332,6 +354,18 @@ def _need_gguf(source: Source) -> None:
 
     if find_spec("gguf") is None:
         raise ModelError(f"reading the GGUF file {source.name} needs the package gguf", None, "pip install 'bakron[formats]'")
+
+
+@contextmanager
+def _explained(source: Source) -> Iterator[None]:
+    """Say in one line what a library made of a model that it cannot load."""
+    with refused(f"{source.name} cannot be loaded", "a complete causal language model", None):
+        try:
+            yield
+        except ImportError as error:
+            raise ModelError(
+                f"reading {source.name} needs a package that is not installed: {error}", None, "pip install 'bakron[formats]'"
+            ) from error
 
 
 @contextmanager
