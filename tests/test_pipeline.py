@@ -12,7 +12,6 @@ import bakron
 from bakron import config, data, pipeline
 from bakron.config import Recipe
 from bakron.errors import BakronError, DataError, FactorError, ModelError, OutputError, RecipeError
-from bakron.export import FORMATS
 from bakron.grids import UniformGrid, code_range
 from bakron.hessian import FACTORS, BackpropEstimator, Candidate, InputEstimator, backprop
 from bakron.kron import Kron
@@ -44,7 +43,7 @@ def quantize(place, tmp_path):
         if recipe.get("method") != "rtn" and "recipe" not in recipe:
             recipe = {"sequences": 4, "length": 32, "data": str(place / "text.txt")} | recipe
         if "recipe" not in recipe:
-            recipe = {"group_size": 32} | ({"levels": 7} if "bits" not in recipe else {}) | recipe
+            recipe = {"group_size": 32, "verify": False} | ({"levels": 7} if "bits" not in recipe else {}) | recipe
         summary = bakron.quantize(model, out, **recipe)
         return Run(out, summary)
 
@@ -257,6 +256,8 @@ CHOICES = {
 }
 NO_EFFECT_ON_CODES = {
     "format",
+    "gguf_type",
+    "verify",
     "dtype",
     "batch",
     "device",
@@ -294,7 +295,7 @@ def test_bits_are_short_for_levels(change, quantize):
     assert quantize(**change).weights == quantize(bits=3).weights
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["compressed-tensors", "packed", "dense"])  # the others have scales of their own
 def test_format_changes_the_file_and_not_the_codes(format, quantize):
     base, other = quantize(), quantize(format=format)
     assert same(base.tensors, other.tensors)
