@@ -330,7 +330,7 @@ class Done:
     def keep(self, i: int, rounded: Mapping[str, Rounded]) -> None:
         """Store the next block."""
         tensors, events = codes_of(rounded), [one.event for one in rounded.values()]
-        rundir.write_tensors(rundir.codes_file(self._target, i), tensors, {"events": json.dumps(events, allow_nan=False)})
+        rundir.write_tensors(rundir.codes_file(self._target, i), tensors, {"events": f"[{', '.join(map(rundir.line, events))}]"})
         for event in events:
             self._events.write(event)
         self._add(tensors, events)

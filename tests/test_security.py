@@ -332,6 +332,26 @@ def test_tokens_that_the_model_does_not_know_are_refused(model, tmp_path):
     assert "the model's tokenizer fails on the text: " in refusal(bakron.evaluate, model, **options)
 
 
+def test_panics_of_a_tokenizer_are_told_in_words(model, tmp_path):
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["post_processor"]["single"][0]["SpecialToken"]["id"] = "nobody"
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "text.txt").write_text(SENTENCE * 20)
+    message = refusal(bakron.evaluate, model, data=str(tmp_path / "text.txt"), length=16)
+    assert "tokenizer" in message
+
+
+def test_losses_that_are_not_finite_are_told_by_linear(model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 1e26  # its square is more than float32 holds
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    (tmp_path / "text.txt").write_text(SENTENCE * 20)
+    options = dict(method="gptq", group_size=16, sequences=2, length=16, dtype="float32", data=str(tmp_path / "text.txt"))
+    assert "a figure of model.layers.0.mlp.down_proj is not finite" in refusal(bakron.quantize, model, tmp_path / "out", **options)
+
+
 RECIPES = {
     "tag": ("method: !!python/object/apply:os.system ['touch {ran}']", "could not determine a constructor for the tag"),
     "alias bomb": ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n", r"line 2, column 8: not YAML \(alias \*a in a recipe\)"),
