@@ -33,6 +33,7 @@ GROUPS = {
         "hessian",
         "factor",
         "labels",
+        "samples",
         "clip",
         "skip_first",
         "damping",

@@ -41,7 +41,7 @@ OF_THE_MACHINE = ("memory", "boundary_memory", "verify")  # fields that do not t
 OF_HESSIANS = (  # fields that rounding to nearest does not heed
     "hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "diagnostics", "skip_first", "order", "refit", "polish", "accumulate",
 )  # fmt: skip
-OF_GRADIENTS = ("factors", "labels", "clip", "gate", "boundary_memory")  # fields that only a gradient pass heeds
+OF_GRADIENTS = ("factors", "labels", "samples", "clip", "gate", "boundary_memory")  # fields that only a gradient pass heeds
 LOCAL_FACTORS = ("kfac", "shampoo", "mixed")  # those that local Hessians know
 FACTOR_PATTERN = re.compile(r"kfac|mixed|sequence|(shampoo|kl)(:[1-9]\d?)?")
 Labels = Literal["sampled", "empirical"]
@@ -95,6 +95,13 @@ class Recipe(BaseModel):
         None,
         description="Whose next tokens give the gradients: sampled = the model's own predictions, which measures divergence from the model "
         "(default); empirical = the text's. Only with backprop.",
+    )
+    samples: int | None = Field(
+        None,
+        ge=1,
+        le=99,
+        description="Labels sampled a token, each with a backward pass of its own: less noise in B and in the weights of A, for as many times the "
+        "time of the gradient pass's backward half. Default 1. Only with backprop.",
     )
     clip: float | None = Field(
         None,
@@ -292,6 +299,7 @@ class Recipe(BaseModel):
                 filled["factor"] = self.factor or "mixed"
             if filled["hessian"] == "backprop":
                 filled["labels"] = self.labels or "sampled"
+                filled["samples"] = self.samples or 1
             filled["inputs"] = self.inputs or ("original" if self.factor == "sequence" else "quantized")
         if self.method == "bakron":
             filled["damp_b"] = DAMPINGS["damp_b"][0] if self.damp_b is None else self.damp_b
@@ -358,6 +366,10 @@ def _refuse_idle(recipe: Recipe) -> None:
             f"factor {recipe.factor} with hessian {hessian}",
             f"{', '.join(LOCAL_FACTORS[:-1])} or {LOCAL_FACTORS[-1]}",
             "For other factorisations choose hessian backprop",
+        )
+    if recipe.labels == "empirical" and (recipe.samples or 1) > 1:
+        raise RecipeError(
+            f"samples {recipe.samples} with labels empirical, of which a token has one", "samples 1", "Or choose labels sampled"
         )
     if recipe.clip is not None and recipe.factor == "kfac":
         raise RecipeError("clip would do nothing with factor kfac, which weighs all tokens alike", do="Drop clip, or choose another factor")

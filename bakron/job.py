@@ -210,9 +210,11 @@ def make_estimator(job: Job, target: Path, progress: Progress, log: Log = lambda
         seed=recipe.seed,
         fingerprint=job.fingerprint,
         labels=recipe.labels or "sampled",
+        samples=recipe.samples or 1,
         clip=recipe.clip,
         **common,
         held=job.held,
+        gate=recipe.gate,
         boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
         progress=progress,
     )

@@ -218,7 +218,7 @@ def round_best(
         recipe: Resolved.
         dtype: In which scales are stored.
         name: Of the linear in the checkpoint, for messages.
-        changes: What an error `[m, n]` does to the loss of each token, `[N, T]`.
+        changes: What an error `[m, n]` does to the loss of each token, `[N, samples, T]`.
 
     Returns:
         The kept one; its event tells the errors of all as `gate`, and the seconds of all together.

@@ -235,6 +235,7 @@ CHOICES = {
     "hessian": [dict(method="gptq", hessian="backprop"), dict(hessian="fully-local")],
     "factor": [dict(factor=name) for name in ("kfac", "shampoo", "shampoo:2", "sequence", "kl")],
     "labels": [dict(labels="empirical")],
+    "samples": [dict(samples=2)],
     "clip": [dict(clip=0.8)],
     "skip_first": [dict(skip_first=True)],
     "levels": [dict(levels=15)],
@@ -410,7 +411,9 @@ def test_gated_linear_is_the_chosen_candidates_own_result():
         linear.weight.copy_(W)
         alone = pipeline.round_linear(linear, tried[best].kron, recipe, torch.float32, "w").values
         linear.weight.copy_(W)
-        rounded = pipeline.round_best(linear, tried, recipe, torch.float32, "w", lambda E, alone=alone: (E + W - alone).norm().expand(3, 2))
+        rounded = pipeline.round_best(
+            linear, tried, recipe, torch.float32, "w", lambda E, alone=alone: (E + W - alone).norm().expand(3, 1, 4)
+        )
         assert rounded.event["gate"]["chosen"] == best
         assert torch.equal(rounded.values, alone) and torch.equal(linear.weight, alone)
 
