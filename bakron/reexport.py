@@ -131,6 +131,8 @@ def _check_target(origin: Path, target: Path) -> None:
     """The output directory must be absent, empty, or an earlier export."""
     if target.is_dir() and (target / rundir.FOLDER / RECORD).is_file() and target.resolve() != origin.resolve():
         return
+    if rundir.begun(target) is not None:
+        raise OutputError(f"{target} holds a run", "a new or empty directory, or an earlier export", "Choose another output directory")
     rundir.check_output(target)
 
 
