@@ -144,8 +144,11 @@ def lines(content, chance):
 
 
 def whole_model(path):
+    """As `quantize` opens it, tensor by tensor, and as `evaluate` reads it, all at once."""
     source = load.find(str(path))
     layout.widths(load.early_config(source))
+    _, weights = load.open_model(source)
+    weights.survey(getattr(torch, load.stored_dtype(source, None)))
     load.check_length(load.read(source, torch.float32), 8)
 
 
