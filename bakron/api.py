@@ -112,6 +112,9 @@ def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warn
     rundir.discard_scratch(target)
     with clock.stage("write"):
         exported = _export(target, job, watch.log)
+    if done.nearest:
+        names = ", ".join(done.nearest)
+        watch.log(f"warning: too few tokens reached {len(done.nearest)} linears of experts, which were rounded to nearest: {names}")
     if alarm := outliers_warning(done.outlying):
         watch.log(alarm)
     if done.raised:
@@ -120,6 +123,7 @@ def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warn
         )
     summary = _summary(job, done, exported, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
+        "rounded_to_nearest": done.nearest,
         "gate": {"held_out_sequences": job.held, "chosen": done.chosen} if job.held else None,
         "sessions": sessions,
         "warnings": warnings,
@@ -241,7 +245,6 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> di
             tiled.ready(torch.float32)  # compiled once and cached on disk; no part of the solver's time
     with clock.stage("hessian"):
         estimator = make_estimator(job, target, watch.progress, watch.log)
-    names = job.walk.layout.linears
     run(
         job.walk,
         recipe,
@@ -250,7 +253,7 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> di
         ids=job.used,
         estimator=estimator,
         keep=done.keep,
-        stored=lambda i: done.stored.values(i, names) if i < done.count else None,
+        stored=lambda i: done.stored.values(i, job.walk.linears(i)) if i < done.count else None,
         progress=watch.progress,
         observe=watch.observe,
     )

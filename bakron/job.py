@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bakron import config, formats, rundir
 from bakron import data as corpus
 from bakron.errors import OutputError, RecipeError
+from bakron.models import layout
 from bakron.models import load as models
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Job:
         from bakron.export import Content
 
         linears = stored_linears(self.walk, StoredCodes(target, self.recipe))
-        return Content(self.model, self.weights, self.tokenizer, self.source, self.dtype, linears, [self.walk.layout.head])
+        return Content(self.model, self.weights, self.tokenizer, self.source, self.dtype, linears, self.walk.layout.ignored)
 
     @property
     def used(self) -> torch.Tensor | None:
@@ -123,12 +124,16 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
 
     from bakron.export import check_content
     from bakron.grids import check_groups
+    from bakron.hessian import LOCAL, check_parts
     from bakron.models.room import Room
     from bakron.models.walk import Walk
     from bakron.pipeline import check_widths
 
     where = device(recipe.device)
-    widths = models.widths(models.early_config(source))
+    early = models.early_config(source)
+    layout.check_format(str(early["model_type"]), recipe.format)
+    check_parts(str(early["model_type"]), LOCAL.get(recipe.hessian or "", ()))
+    widths = layout.widths(early)
     check_groups(widths, recipe.group_size)
     formats.check_shapes(recipe.format, recipe.gguf_type, {name: (None, n) for name, n in widths.items()})
     log(f"loading {source.name}")
@@ -302,6 +307,7 @@ class Done:
         raised: Linears whose damping was raised.
         chosen: By candidate of the gate, how often it was chosen.
         outlying: What is told of outliers of each linear.
+        nearest: Linears of experts that too few tokens reached.
     """
 
     def __init__(self, job: Job, target: Path, log: Log) -> None:
@@ -310,6 +316,7 @@ class Done:
         self.count = self.quantized = self.scales = self.raised = 0
         self.chosen: dict[str, int] = {}
         self.outlying: list[dict[str, Any]] = []
+        self.nearest: list[str] = []
         self.stored = StoredCodes(target, job.recipe)
         events: list[dict[str, Any]] = []
         for i in range(len(job.walk)):
@@ -343,6 +350,7 @@ class Done:
         for event in events:
             self.raised += event.get("damping_raised", False)
             self.outlying.append(event.get("outliers", {}))
+            self.nearest += [event["linear"]] if "fallback" in event else []
             if "gate" in event:
                 self.chosen[event["gate"]["chosen"]] = self.chosen.get(event["gate"]["chosen"], 0) + 1
 
@@ -354,5 +362,5 @@ def stored_linears(walk: Walk, stored: StoredCodes) -> dict[str, Callable[[], Li
     return {
         f"{walk.prefix(i)}.{name}": (lambda i=i, name=name: Linear(*stored.linear(i, name)))
         for i in range(len(walk))
-        for name in walk.layout.linears
+        for name in walk.linears(i)
     }

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bakron import formats
 from bakron.config import Recipe
@@ -20,11 +20,13 @@ from bakron.errors import FactorError
 from bakron.grids import OffsetGrid, UniformGrid, check_groups
 from bakron.hessian import BackpropEstimator, Candidate, Estimator, Heldout, candidates, choose
 from bakron.kron import Factor, Kron
+from bakron.models.linears import Linear, Routed
 from bakron.models.walk import Walk
 from bakron.solver import Solution, polish, refit, solve
 from bakron.solver.orders import arrange
 
 Progress = Callable[[str, int, int], None]
+FEW = 1 / 16  # tokens per input below which an expert is rounded to nearest: feedback from so few makes it worse as often as better
 RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
 
 
@@ -57,7 +59,7 @@ class Rounded:
     event: dict[str, Any]
 
 
-Treat = Callable[[nn.Linear, Kron | None, Recipe, torch.dtype, str], Rounded]
+Treat = Callable[[Linear, Kron | None, Recipe, torch.dtype, str], Rounded]
 
 
 def run(
@@ -118,12 +120,15 @@ def run(
             rounded = {}
             for name, linear in walk.linears(i).items():
                 whole, kron = f"{walk.prefix(i)}.{name}", krons.pop(name, None)
-                if gate is None or kron is None:
+                starved = kron is not None and isinstance(linear, Routed) and estimator.tokens[name] < FEW * linear.in_features
+                if starved:
+                    kron = Kron(torch.eye(linear.in_features))
+                if gate is None or kron is None or starved:
                     rounded[name] = treat(linear, kron, recipe, dtype, whole)
                 else:
                     tried = candidates(kron, estimator.unweighted.get(name), recipe)
                     rounded[name] = round_best(linear, tried, recipe, dtype, whole, partial(gate.changes, name))
-                rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}))
+                rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}) | ({"fallback": "nearest"} if starved else {}))
                 rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
                 rounded[name].event["memory"] = memory()
                 observe(rounded[name].event)
@@ -147,7 +152,7 @@ def _replay(walk: Walk, i: int, hidden: Tensor | None, values: dict[str, Tensor]
 
 
 def round_linear(
-    linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str, fitted: dict[Factor, UniformGrid] | None = None
+    linear: Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str, fitted: dict[Factor, UniformGrid] | None = None
 ) -> Rounded:
     """Fit a grid, round one linear, put the rounded weight in its place.
 
@@ -208,7 +213,7 @@ def fit_grid(W: Tensor, recipe: Recipe, kron: Kron | None, dtype: torch.dtype) -
 
 
 def round_best(
-    linear: nn.Linear, tried: dict[str, Candidate], recipe: Recipe, dtype: torch.dtype, name: str, changes: Callable[[Tensor], Tensor]
+    linear: Linear, tried: dict[str, Candidate], recipe: Recipe, dtype: torch.dtype, name: str, changes: Callable[[Tensor], Tensor]
 ) -> Rounded:
     """Round one linear with each of several Hessians, keep the first unless another one does clearly less harm on tokens held out.
 
@@ -332,7 +337,7 @@ def check_widths(walk: Walk, recipe: Recipe) -> None:
     Raises:
         RecipeError: All such linears are named.
     """
-    linears = walk.linears(0)
+    linears = {name: linear for i in range(len(walk)) for name, linear in walk.linears(i).items()}
     check_groups({name: linear.in_features for name, linear in linears.items()}, recipe.group_size)
     formats.check_shapes(recipe.format, recipe.gguf_type, {name: tuple(linear.weight.shape) for name, linear in linears.items()})
 

@@ -18,7 +18,7 @@ from tiny import save_tiny, save_tiny_gguf
 import bakron
 from bakron import config, data
 from bakron.errors import BakronError
-from bakron.models import load
+from bakron.models import layout, load
 
 ROOM = 6 << 30  # bytes of address space that a case may add; every bomb below wants more
 SENTENCE = "the quick brown fox jumps over the lazy dog; 0123456789.\n"
@@ -146,7 +146,7 @@ def lines(content, chance):
 def whole_model(path):
     """As `quantize` opens it, tensor by tensor, and as `evaluate` reads it, all at once."""
     source = load.find(str(path))
-    load.widths(load.early_config(source))
+    layout.widths(load.early_config(source))
     _, weights = load.open_model(source)
     weights.survey(getattr(torch, load.stored_dtype(source, None)))
     load.check_length(load.read(source, torch.float32), 8)

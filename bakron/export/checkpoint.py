@@ -17,6 +17,7 @@ from torch import Tensor
 from bakron import rundir
 from bakron.errors import OutputError, RecipeError
 from bakron.grids import OffsetGrid, UniformGrid
+from bakron.models.layout import layout_of
 from bakron.models.weights import Weights, tied_names
 
 if TYPE_CHECKING:
@@ -100,12 +101,13 @@ def write_checkpoint(
     Raises:
         OutputError: A file cannot be written.
     """
+    rename = layout_of(model.config.model_type).stored_name
     plan = shards(_parts(model, weights, dtype, linears, encode))
     where = {}
     for file, parts in plan.items():
-        shapes = {name: one for part in parts.values() for name, one in part.items()}
+        shapes = {rename(name): one for part in parts.values() for name, one in part.items()}
         where |= dict.fromkeys(shapes, file)
-        tensors = (pair for module in parts for pair in _tensors(module, weights, dtype, linears, encode))
+        tensors = ((rename(name), one) for module in parts for name, one in _tensors(module, weights, dtype, linears, encode))
         rundir.stream_tensors(out / file, shapes, tensors, {"format": "pt"})
     if len(plan) > 1:
         sizes = sum(_size(one) for parts in plan.values() for part in parts.values() for one in part.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bakron.errors import ModelError
+from bakron.models.experts import unfuse
 from bakron.models.layout import layout_of
+from bakron.models.linears import Linear, as_linear, output_logits
 from bakron.models.load import check_length
 from bakron.models.room import Room
 from bakron.models.weights import Filled, Weights
@@ -20,7 +23,8 @@ class Walk:
     """A model as a list of blocks that map hidden states `[b, T, d]` to hidden states.
 
     Args:
-        model: A Hugging Face causal language model of a known layout, on the CPU, or with its parameters on the meta device and `weights` given.
+        model: A Hugging Face causal language model of a known layout, on the CPU, or with its parameters on the meta device and `weights` given. Fused
+            experts are taken apart.
         length: Tokens of every sequence, T.
         device: Where blocks run; each is moved there for its turn only.
         batch: Sequences per forward pass.
@@ -55,11 +59,12 @@ class Walk:
         self.layout = layout_of(model.config.model_type)  # type: ignore[union-attr, arg-type]
         self.blocks: list[nn.Module] = list(model.get_submodule(self.layout.blocks))  # type: ignore[arg-type]
         self.norm, self.head = model.get_submodule(self.layout.norm), model.get_submodule(self.layout.head)
+        self._experts = unfuse(model)
         owners: dict[int, str] = {}
-        for i in range(len(self.blocks)):
-            for name, linear in self.linears(i).items():
+        for i, block in enumerate(self.blocks):
+            for name in self.linears(i):
                 whole = f"{self.prefix(i)}.{name}"
-                owner = owners.setdefault(id(linear.weight), whole)
+                owner = owners.setdefault(id(block.get_submodule(name).weight), whole)
                 if owner != whole:  # its Hessian is that of all its uses together, and rounding it here changes it there
                     raise ModelError(f"{whole} is the same weight as {owner}", "a weight of its own for every linear")
         check_length(model, length)
@@ -73,21 +78,23 @@ class Walk:
         """Name of block i within the model, as in the checkpoint."""
         return f"{self.layout.blocks}.{i}"
 
-    def linears(self, i: int) -> dict[str, nn.Linear]:
-        """Linears of block i by their name within the block, in the order they run.
+    def shared_inputs(self, i: int) -> tuple[tuple[str, ...], ...]:
+        """The linears of block i; those in one tuple see the same input."""
+        return self.layout.inputs_with(self._experts[i])
+
+    def linears(self, i: int) -> dict[str, Linear]:
+        """Linears of block i by their name within the block, in the order of the layout.
 
         Raises:
-            ModelError: One is missing or is not an nn.Linear.
+            ModelError: One is missing or of another kind.
         """
         found = {}
-        for name in self.layout.linears:
+        for name in (name for names in self.shared_inputs(i) for name in names):
             try:
                 module = self.blocks[i].get_submodule(name)
             except AttributeError as error:
                 raise ModelError(f"block {i} has no {name}", f"the layout of {self.model.config.model_type}") from error  # type: ignore[union-attr]
-            if not isinstance(module, nn.Linear):
-                raise ModelError(f"{name} of block {i} is a {type(module).__name__}", "torch.nn.Linear")
-            found[name] = module
+            found[name] = as_linear(module, f"{name} of block {i}", self.layout.transposed)
         return found
 
     def arguments(self, i: int) -> dict[str, Any]:
@@ -144,7 +151,7 @@ class Walk:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection of `[..., d]`; differentiable."""
-        return self.head(self.norm(hidden))
+        return output_logits(self.model, self.norm(hidden), self.layout.head)
 
     def load(self, i: int) -> None:
         """Bring the weights of block i into memory, in place of those of the block before: changes of a block last until another one is loaded."""
@@ -227,7 +234,10 @@ class Walk:
         recorded: dict[int, dict[str, Any]] = {}
 
         def recorder(i: int) -> Callable[..., Tensor]:
-            def forward(hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
+            names = [*inspect.signature(type(self.blocks[i]).forward).parameters][2:]  # without self and the hidden states
+
+            def forward(hidden: Tensor, *positional: Any, **arguments: Any) -> Tensor:
+                arguments = dict(zip(names, positional)) | arguments
                 recorded[i] = {name: _to(value, self.device) for name, value in arguments.items()}
                 return hidden
 
