@@ -100,7 +100,7 @@ class _Recheck:
 
     def __init__(self, job: Job, stored: StoredCodes, events: dict[str, dict[str, Any]], estimator: Estimator | None) -> None:
         self.job, self.stored, self.events, self.estimator = job, stored, events, estimator
-        self.places = {f"{job.walk.prefix(i)}.{name}": (i, name) for i in range(len(job.walk)) for name in job.walk.linears(i)}
+        self.places = {f"{job.walk.prefix(i)}.{name}": (i, name) for i in range(len(job.walk)) for name in job.walk.chosen(i)}
 
     def __call__(self, linear: LinearView, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
         import torch

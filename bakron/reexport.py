@@ -124,9 +124,10 @@ def _content(
     check_format(loaded.config.model_type, format)
     check_content(format, loaded.config, tokenizer, source)
     walk = Walk(loaded, 2, weights=weights)
-    formats.check_shapes(format, gguf_type, {name: tuple(linear.weight.shape) for name, linear in walk.linears(0).items()})
+    walk.choose(recipe.include, recipe.exclude)
+    formats.check_shapes(format, gguf_type, {name: tuple(walk.linears(0)[name].weight.shape) for name in walk.chosen(0)})
     linears = stored_linears(walk, StoredCodes(origin, recipe))
-    return Content(loaded, weights, tokenizer, source, dtype, linears, walk.layout.ignored)
+    return Content(loaded, weights, tokenizer, source, dtype, linears, [*walk.layout.ignored, *sorted(walk.excluded)])
 
 
 def _check_target(origin: Path, target: Path) -> None:

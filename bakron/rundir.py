@@ -210,16 +210,7 @@ def stream_tensors(
         OutputError: It cannot be written.
         ValueError: The tensors are not those of `shapes`.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in shapes.items()}
-    end = 0
-    for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name)):  # aligned, as readers want it
-        dtype, shape = shapes[name]
-        kind = DTYPES[str(dtype).removeprefix("torch.")]
-        entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [end, end + sizes[name]]}
-        end += sizes[name]
-    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    header += b" " * (-len(header) % 8)
+    header, entries, _ = _header(shapes, metadata)
     left = set(shapes)
     with _whole(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -231,6 +222,24 @@ def stream_tensors(
             file.write(_bytes(tensor))
         if left:
             raise ValueError(f"{path} lacks {min(left)}")
+
+
+def tensors_size(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> int:
+    """Bytes of the file that `stream_tensors` makes of these."""
+    header, _, end = _header(shapes, metadata)
+    return 8 + len(header) + end
+
+
+def _header(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Any], int]:
+    """Header of a safetensors file, what it tells of each tensor, and the bytes of all tensors."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name)):  # aligned, as readers want it
+        dtype, shape = shapes[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPES[str(dtype).removeprefix("torch.")], "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    return header + b" " * (-len(header) % 8), entries, end
 
 
 def read_tensors(path: Path, expected: str = "a file of a finished run") -> dict[str, Tensor]:

@@ -368,7 +368,7 @@ def test_inputs_that_are_not_finite_name_the_linear(name, tmp_path):
     if name == "mlp.down_proj":
         with pytest.raises(ModelError) as caught:
             BackpropEstimator(walk, ids, tmp_path)
-        assert "the activations that leave model.layers.1 are not finite" in str(caught.value)
+        assert "activations are not finite, first at model.layers.1.mlp.down_proj in sequence 0" in str(caught.value)
 
 
 def test_gradients_that_are_not_finite_name_the_linear(tmp_path):
@@ -378,7 +378,7 @@ def test_gradients_that_are_not_finite_name_the_linear(tmp_path):
         model.lm_head.weight *= 1e30
     with pytest.raises(ModelError) as caught:
         BackpropEstimator(Walk(model, 8), ids, tmp_path)
-    assert "the gradients at model.layers.1." in str(caught.value) and "not finite" in str(caught.value)
+    assert "gradients are not finite, first at model.layers.1." in str(caught.value) and " in sequence " in str(caught.value)
     assert not (tmp_path / backprop.MANIFEST).exists()
 
 

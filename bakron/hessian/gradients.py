@@ -122,7 +122,9 @@ def gradient_pass(
         outputs = walk.apply(i, inputs)
         if not bool(torch.isfinite(outputs).all()):
             raise ModelError(
-                f"the activations that leave {walk.prefix(i)} are not finite", "finite activations", "Check the model on this text first"
+                f"activations are not finite, first at {walk.first_bad(i, inputs)}",
+                "finite activations",
+                "Check the model on this text first",
             )
         done[0] += 1
         progress("forward", done[0], total)
@@ -272,7 +274,7 @@ def block_moments(
         weights, sizes, tokens, at_input = _add_all(walk, i, inputs, gradient, steps, skip)
         if bad := [name for name, step in steps.items() if not step.finite]:
             raise ModelError(
-                f"the gradients at {walk.prefix(i)}.{bad[0]} are not finite",
+                f"gradients are not finite, first at {_first_bad(walk, i, inputs, gradient) or f'{walk.prefix(i)}.{bad[0]}'}",
                 "finite gradients",
                 "Use float32 and check the model on this text first",
             )
@@ -312,6 +314,19 @@ def _add_all(
             weights[name][rows, skip:] += a.cpu()
 
     return weights, sizes, tokens, block_gradients(walk, i, inputs, gradient, visit)
+
+
+def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor) -> str | None:
+    """The linear of block i that is the first, going backward, whose gradient is not finite, in the first sequence where that is so."""
+    found: list[tuple[int, int, str]] = []
+
+    def visit(rows: slice, name: str, _x: Tensor, g: Tensor) -> None:
+        bad = ~torch.isfinite(g).flatten(1).all(1)
+        if bool(bad.any()):
+            found.append((rows.start + int(bad.nonzero()[0]), -list(walk.linears(i)).index(name), name))
+
+    block_gradients(walk, i, inputs, gradient, visit)
+    return f"{walk.prefix(i)}.{min(found)[2]} in sequence {min(found)[0]}" if found else None
 
 
 def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], clip: float, skip: int) -> None:

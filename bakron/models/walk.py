@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import fnmatch
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bakron.errors import ModelError
+from bakron.errors import ModelError, RecipeError
 from bakron.models.experts import unfuse
 from bakron.models.layout import layout_of
 from bakron.models.linears import Linear, as_linear, output_logits
@@ -34,6 +36,7 @@ class Walk:
         room: Hands out hidden states and gradients; None for plain memory.
 
     Attributes:
+        excluded: Names of linears that are not to be quantized.
         runs: Forward passes of all sequences through single blocks so far, and, counted by those who do them, backward ones.
 
     Raises:
@@ -53,6 +56,7 @@ class Walk:
         self.model, self.length, self.batch, self.device = model, length, batch, torch.device(device)
         self.room = room or Room()
         self.runs = {"forward": 0, "backward": 0}
+        self.excluded: set[str] = set()
         self._weights = weights
         self._loaded: tuple[int, Filled] | None = None
         self.precision = {"bfloat16": "medium", "float32": "highest"}[precision]
@@ -73,6 +77,13 @@ class Walk:
     def __len__(self) -> int:
         """Number of blocks."""
         return len(self.blocks)
+
+    def first(self, count: int) -> Walk:
+        """The same model ending after its first blocks, with counters of its own. Only one of the two may have a block in memory."""
+        self.unload()
+        walk = copy.copy(self)
+        walk.blocks, walk.runs = self.blocks[:count], dict.fromkeys(self.runs, 0)
+        return walk
 
     def prefix(self, i: int) -> str:
         """Name of block i within the model, as in the checkpoint."""
@@ -96,6 +107,36 @@ class Walk:
                 raise ModelError(f"block {i} has no {name}", f"the layout of {self.model.config.model_type}") from error  # type: ignore[union-attr]
             found[name] = as_linear(module, f"{name} of block {i}", self.layout.transposed)
         return found
+
+    def choose(self, include: str | None, exclude: str | None) -> dict[str, int]:
+        """Choose the linears that are to be quantized, by patterns separated by commas, as in file names.
+
+        Returns:
+            Linears of the model that each pattern matches.
+
+        Raises:
+            RecipeError: A pattern matches none, or none are left.
+        """
+        names = [f"{self.prefix(i)}.{name}" for i in range(len(self)) for name in self.linears(i)]
+        matches = {
+            pattern.strip(): set(fnmatch.filter(names, pattern.strip()))
+            for pattern in ",".join(filter(None, (include, exclude))).split(",")
+            if pattern
+        }
+        for pattern, found in matches.items():
+            if not found:
+                raise RecipeError(f"the pattern {pattern} matches none of the model's {len(names)} linears", f"names such as {names[0]}")
+        wanted = set().union(*(matches[one.strip()] for one in include.split(","))) if include else set(names)
+        self.excluded = set(names) - wanted
+        for pattern in exclude.split(",") if exclude else ():
+            self.excluded |= matches[pattern.strip()]
+        if len(self.excluded) == len(names):
+            raise RecipeError(f"include and exclude leave none of the model's {len(names)} linears", "at least one")
+        return {pattern: len(found) for pattern, found in matches.items()}
+
+    def chosen(self, i: int) -> list[str]:
+        """Names of the linears of block i that are to be quantized."""
+        return [name for name in self.linears(i) if f"{self.prefix(i)}.{name}" not in self.excluded]
 
     def arguments(self, i: int) -> dict[str, Any]:
         """What the model passes to block i beside the hidden states: mask, position embeddings, for one sequence."""
@@ -142,6 +183,39 @@ class Walk:
                 if visit is not None:
                     visit(start, batch)
         return result
+
+    def first_bad(self, i: int, hidden: Tensor) -> str:
+        """Where activations of block i are not finite first: sequence and module.
+
+        Args:
+            i: Block.
+            hidden: What enters it, `[N, T, d]`.
+        """
+        if not bool(torch.isfinite(hidden).all()):
+            return f"the inputs of {self.prefix(i)} in sequence {int((~torch.isfinite(hidden).flatten(1).all(1)).nonzero()[0])}"
+        first: list[tuple[str, int]] = []
+
+        def look(name: str, start: int, output: Any) -> None:
+            whole = output[0] if isinstance(output, tuple) else output
+            if not first and isinstance(whole, Tensor) and whole.ndim > 1 and not bool(torch.isfinite(whole).all()):
+                first.append((name, start + int((~torch.isfinite(whole).flatten(1).all(1)).nonzero()[0])))
+
+        start = 0
+        names = {name: module for name, module in self.blocks[i].named_modules() if name}
+        handles = [
+            module.register_forward_hook(lambda _m, _a, output, name=name: look(name, start, output)) for name, module in names.items()
+        ]
+        try:
+            with self.resident(i), torch.no_grad():
+                for begin, batch in self.batches(hidden):
+                    start = begin
+                    self.run(i, batch)
+                    if first:
+                        return f"{self.prefix(i)}.{first[0][0]} in sequence {first[0][1]}"
+        finally:
+            for handle in handles:
+                handle.remove()
+        return f"the outputs of {self.prefix(i)}"
 
     def batches(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(first sequence, batch on the device) over `[N, T, d]`."""
@@ -252,12 +326,13 @@ class Walk:
     @contextmanager
     def _replaced(self, forward_of: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
         """Every block's forward replaced, so that a model's own forward prepares arguments without computing blocks."""
-        for i, block in enumerate(self.blocks):
+        blocks = list(self.model.get_submodule(self.layout.blocks))  # type: ignore[arg-type]
+        for i, block in enumerate(blocks):
             block.forward = forward_of(i)
         try:
             yield
         finally:
-            for block in self.blocks:
+            for block in blocks:
                 del block.forward
 
 
