@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, rundir
+from bakron import config, formats, rundir
 from bakron import data as corpus
 from bakron.errors import RecipeError
-from bakron.job import Done, Job, StoredCodes, make_estimator, prepare
+from bakron.job import Done, Job, make_estimator, prepare
 from bakron.job import device as device_of
 from bakron.models import load as models
 from bakron.plan import Plan, check_disk
@@ -141,7 +141,7 @@ def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warn
     passes = _round(job, target, clock, done, watch) if done.count < len(job.walk) else None
     rundir.discard_scratch(target)
     with clock.stage("write"):
-        stored_bits = _export(target, job)
+        exported = _export(target, job, watch.log)
     if done.nearest:
         names = ", ".join(done.nearest)
         watch.log(f"warning: too few tokens reached {len(done.nearest)} linears of experts, which were rounded to nearest: {names}")
@@ -154,7 +154,7 @@ def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warn
         watch.log(
             f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help"
         )
-    summary = _summary(job, done, stored_bits, clock, time.perf_counter() - start) | {
+    summary = _summary(job, done, exported, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
         "passes": job.walk.runs,
         "rounded_to_nearest": done.nearest,
@@ -283,7 +283,7 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> di
     run(
         job.walk,
         recipe,
-        dtype=job.dtype,
+        dtype=job.scale_dtype,
         clock=clock,
         ids=job.used,
         estimator=estimator,
@@ -313,27 +313,25 @@ def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Re
     return config.override(recipe.model_dump(exclude_unset=True), overrides).resolve()
 
 
-def _export(target: Path, job: Job) -> float:
-    """Write the checkpoint from the stored codes; returns stored bits per quantized weight."""
-    from bakron.export import FORMATS, Linear, encoder, write_checkpoint
+def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:
+    """Write the checkpoint from the stored codes; returns what the summary tells of it."""
+    from bakron import export
 
-    walk, source, form = job.walk, job.source, FORMATS[job.recipe.format]
-    stored = StoredCodes(target, job.recipe)
-    linears = {
-        f"{walk.prefix(i)}.{name}": (lambda i=i, name=name: Linear(*stored.linear(i, name)))
-        for i in range(len(walk))
-        for name in walk.chosen(i)
-    }
-    sample = next(iter(linears.values()))().grid
-    where = source.path if source.gguf is None else None
-    routers = [r"re:.*\.gate$"] if walk.layout.expert_inputs else []  # linears to some readers
-    quantization = form.quantization_config(sample, [walk.layout.head, *routers, *sorted(walk.excluded)])
-    encode = encoder(job.recipe.format, walk.layout.transposed)
-    write_checkpoint(target, job.model, job.weights, job.tokenizer, where, job.dtype, linears, encode, quantization)
-    return form.bits(sample, job.dtype)
+    format, kind = job.recipe.format, job.recipe.gguf_type
+    content, form = job.content(target), export.form_of(format, kind)
+    export.write(target, format, kind, content)
+    grid = content.sample.grid
+    bits = form.bits(grid, job.dtype)
+    log(export.sizes(target, content, bits))
+    if caveat := form.caveat(grid):
+        log(f"note: {caveat}")
+    checks = export.verify(target, format, kind, content) if job.recipe.verify else ["not verified: nothing, by choice"]
+    for line in checks:
+        log(line)
+    return {"stored_bits_per_weight": round(bits, 4), "checks": checks}
 
 
-def _summary(job: Job, done: Done, stored_bits: float, clock: Clock, total: float) -> dict[str, Any]:
+def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total: float) -> dict[str, Any]:
     import torch
 
     import bakron
@@ -342,7 +340,7 @@ def _summary(job: Job, done: Done, stored_bits: float, clock: Clock, total: floa
     recipe = job.recipe
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     seconds = {stage: round(clock.seconds.get(stage, 0.0), 3) for stage in ("load", "calibrate", "hessian", "solve", "write")}
-    zero_bits = 0 if recipe.symmetric else 8
+    beside = formats.holds(recipe.format, recipe.gguf_type).beside or torch.finfo(job.scale_dtype).bits + (0 if recipe.symmetric else 8)
     return {
         "model": job.source.identity,
         "model_sha256": job.fingerprint,
@@ -350,10 +348,8 @@ def _summary(job: Job, done: Done, stored_bits: float, clock: Clock, total: floa
         "calibration": None if job.tokens is None else job.tokens.record(),
         "seconds": seconds | {"total": round(total, 3)},
         "core_share": round(clock.seconds.get("solve", 0.0) / total, 5),
-        "bits_per_weight": round(
-            bits_per_weight(recipe.levels or 0, torch.finfo(job.dtype).bits, zero_bits, done.quantized, done.scales), 4
-        ),
-        "stored_bits_per_weight": round(stored_bits, 4),
+        "bits_per_weight": round(bits_per_weight(recipe.levels or 0, beside, done.quantized, done.scales), 4),
+        **exported,
         "parameters": {
             "quantized": done.quantized,
             "kept": parameters - done.quantized,

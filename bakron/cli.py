@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 
 from bakron import __version__
-from bakron.config import Recipe
+from bakron.config import Format, GgufType, Recipe
 from bakron.errors import BakronError, OutputError, RecipeError
 
 app = typer.Typer(
@@ -28,12 +28,13 @@ app = typer.Typer(
 STDOUT = Path("-")
 FELL_BACK = 3  # exit status of a run that ended well but for layers that were rounded without their Hessian
 GROUPS = {
-    "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "dtype"),
+    "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "gguf_type", "dtype", "verify"),
     "How to round": (
         "method",
         "hessian",
         "factor",
         "labels",
+        "samples",
         "clip",
         "skip_first",
         "damping",
@@ -186,6 +187,26 @@ def certify(
 
 
 @app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="Output directory of bakron quantize.")],
+    out: Annotated[str, typer.Argument(help="New or empty directory, or an earlier export, which is replaced.")],
+    format: Annotated[str, typer.Option(metavar="|".join(get_args(Format)), help="How to write it; see bakron quantize.")],
+    gguf_type: Annotated[
+        str | None, typer.Option(metavar="|".join(get_args(GgufType)), help="Only with format gguf. Default: what fits the run's levels.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The original model. Default: where the run found it.")] = None,
+    verify: Annotated[bool, typer.Option(help="Load the export again and compare it with the codes.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")] = False,
+) -> None:
+    """Write the codes of a finished run in another format. Nothing is rounded: a format that cannot hold them exactly is refused."""
+    from bakron.display import Display
+    from bakron.reexport import export_run
+
+    with Display(quiet) as display:
+        export_run(run, out, format=format, gguf_type=gguf_type, model=model, verify=verify, log=display.log)
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="Output directories of bakron quantize, up to eight, also unfinished ones.")
@@ -313,7 +334,7 @@ def _with_recipe_flags(function: Callable[..., None], out: str, needed: bool, to
         extra = field.json_schema_extra
         forms = choices or (extra["forms"] if isinstance(extra, dict) and "forms" in extra else ())
         flag = "--" + name.replace("_", "-")
-        declared = (flag + "/--asymmetric",) if name == "symmetric" else (flag,)
+        declared = (flag + {"symmetric": "/--asymmetric", "verify": "/--no-verify"}.get(name, ""),)
         default = "" if field.default is None or isinstance(field.default, bool) else f" (default: {field.default})"
         options[name] = Annotated[
             (str if choices else kind) | None,  # type: ignore[operator]

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakron import formats
 from bakron.config import Recipe
 from bakron.errors import FactorError, ModelError
-from bakron.grids import UniformGrid, check_groups
+from bakron.grids import OffsetGrid, UniformGrid, check_groups
 from bakron.hessian import BackpropEstimator, Candidate, Estimator, Heldout, candidates, choose
 from bakron.kron import Factor, Kron
 from bakron.models.linears import Linear, Routed
@@ -193,9 +194,7 @@ def round_linear(
     factored = time.perf_counter()
     grid = None if fitted is None or kron is None else fitted.get(kron.A)
     if grid is None:
-        weigh, rule = _in_order(kron, order), recipe.scale or "absmax"
-        rule = "mse" if fallback == "nearest" and rule == "curvature" else rule  # no curvature without a Hessian
-        grid = UniformGrid.fit(W, recipe.levels, recipe.group_size, rule, recipe.symmetric, weigh, dtype=dtype)
+        grid = fit_grid(W, recipe, _in_order(kron, order), dtype)
     if fitted is not None and kron is not None:
         fitted[kron.A] = grid
     ready = time.perf_counter()
@@ -223,6 +222,16 @@ def round_linear(
     return Rounded(values, codes, grid, event)
 
 
+def fit_grid(W: Tensor, recipe: Recipe, kron: Kron | None, dtype: torch.dtype) -> UniformGrid:
+    """The grid of a weight `[m, n]`, on scales that the recipe's format can hold."""
+    form, rule, levels = formats.holds(recipe.format, recipe.gguf_type).form, recipe.scale or "absmax", recipe.levels or 0
+    if kron is None and rule == "curvature":
+        rule = "mse"  # a linear that fell back to nearest rounding has no Hessian to take curvature from
+    if form.startswith("super"):
+        return OffsetGrid.fit_super(W, levels, recipe.group_size or 0, rule, kron, int(form.removeprefix("super")))
+    return UniformGrid.fit(W, levels, recipe.group_size, rule, recipe.symmetric, kron, dtype=dtype, scale_format=form)
+
+
 def round_best(
     linear: Linear, tried: dict[str, Candidate], recipe: Recipe, dtype: torch.dtype, name: str, changes: Callable[[Tensor], Tensor]
 ) -> Rounded:
@@ -234,7 +243,7 @@ def round_best(
         recipe: Resolved.
         dtype: In which scales are stored.
         name: Of the linear in the checkpoint, for messages.
-        changes: What an error `[m, n]` does to the loss of each token, `[N, T]`.
+        changes: What an error `[m, n]` does to the loss of each token, `[N, samples, T]`.
 
     Returns:
         The kept one; its event tells the errors of all as `gate`, and the seconds of all together.
@@ -367,19 +376,21 @@ def _spectrum(kron: Kron) -> dict[str, float | None]:
 
 
 def check_widths(walk: Walk, recipe: Recipe) -> None:
-    """Refuse a group size that does not divide some linear's width.
+    """Refuse a group size that does not divide some linear's width, and linears that do not fit the format's blocks.
 
     Raises:
         RecipeError: All such linears are named.
     """
-    check_groups({name: walk.linears(i)[name].in_features for i in range(len(walk)) for name in walk.chosen(i)}, recipe.group_size)
+    linears = {name: walk.linears(i)[name] for i in range(len(walk)) for name in walk.chosen(i)}
+    check_groups({name: linear.in_features for name, linear in linears.items()}, recipe.group_size)
+    formats.check_shapes(recipe.format, recipe.gguf_type, {name: tuple(linear.weight.shape) for name, linear in linears.items()})
 
 
-def bits_per_weight(levels: int, scale_bits: int, zero_bits: int, weights: int, scales: int) -> float:
-    """Information in codes, scales and zero points, per quantized weight."""
+def bits_per_weight(levels: int, beside: float, weights: int, scales: int) -> float:
+    """Information in codes, and in what stands beside them for each scale (`beside`: bits of a scale and its zero point), per quantized weight."""
     import math
 
-    return math.log2(levels) + (scale_bits + zero_bits) * scales / max(weights, 1)
+    return math.log2(levels) + beside * scales / max(weights, 1)
 
 
 def memory() -> dict[str, int | None]:

@@ -309,17 +309,17 @@ class Events:
         Raises:
             OutputError: It holds a number that is not finite, or cannot be written.
         """
-        line = _line(event)
+        text = line(event) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(text)
         except OSError as error:
             raise OutputError(f"{self.path} cannot be written: {error.strerror}", "a writable directory with room on its disk") from error
 
     def replace(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Put these in place of all events there are."""
-        write_text(self.path, "".join(_line(event) for event in events))
+        write_text(self.path, "".join(line(event) + "\n" for event in events))
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
@@ -327,9 +327,14 @@ class Events:
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def _line(event: Mapping[str, Any]) -> str:
+def line(event: Mapping[str, Any]) -> str:
+    """An event as one line of JSON.
+
+    Raises:
+        OutputError: It holds a number that is not finite.
+    """
     try:
-        return json.dumps(event, allow_nan=False) + "\n"
+        return json.dumps(event, allow_nan=False)
     except ValueError as error:
         raise OutputError(f"a figure of {event.get('linear', 'the run')} is not finite", "a model whose losses float32 can hold") from error
 

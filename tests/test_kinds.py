@@ -295,7 +295,7 @@ def test_experts_with_few_tokens_have_finite_factors(factor, clip, tmp_path):
     for name, kron in krons.items():
         assert bool(torch.isfinite(kron.A.H).all()) and bool(torch.isfinite(kron.B.H).all())
         assert estimator.tokens[name] or not bool(kron.A.H.any())
-        assert held.changes(name, torch.ones(walk.linears(0)[name].weight.shape)).shape == (1, 2)
+        assert held.changes(name, torch.ones(walk.linears(0)[name].weight.shape)).shape == (1, 1, 2)
         assert estimator.tokens[name] == 0 or -1 <= held.alignment(name, kron)["two-sided"] <= 1
 
 

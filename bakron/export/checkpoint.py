@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from bakron import rundir
-from bakron.errors import OutputError
-from bakron.grids import UniformGrid
+from bakron.errors import OutputError, RecipeError
+from bakron.grids import OffsetGrid, UniformGrid
 from bakron.models.layout import layout_of
 from bakron.models.weights import Weights, tied_names
 
@@ -41,6 +41,37 @@ class Linear:
 
 
 Encode = Callable[[str, Linear, torch.dtype], dict[str, Tensor]]
+
+
+def held_scale(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A scale in the dtype that a format stores it in.
+
+    Raises:
+        RecipeError: It would have to be rounded, and the codes would no longer be those of their grid.
+    """
+    stored = scale.to(dtype)
+    if not torch.equal(stored.to(scale.dtype), scale):
+        kind, own = (str(which).removeprefix("torch.") for which in (dtype, scale.dtype))
+        raise RecipeError(f"scales of {module} that {kind} cannot hold (they are {own})", do="Quantize again with this --format")
+    return stored
+
+
+def check_codes(module: str, linear: Linear, offsets: bool = False) -> None:
+    """Refuse codes that are not on their grid, which would spill over into their neighbours' bits, and offsets where a format has no place for them.
+
+    Raises:
+        OutputError: The largest or smallest such code is named.
+        RecipeError: The grid has offsets, and `offsets` is not set; or the other way round.
+    """
+    if isinstance(linear.grid, OffsetGrid) != offsets:
+        raise RecipeError(f"levels of {module} {'with' if not offsets else 'without'} offsets", do="Quantize again with this --format")
+    low, high = int(linear.codes.min()), int(linear.codes.max())
+    if low < linear.grid.low or high > linear.grid.high:
+        wrong = low if low < linear.grid.low else high
+        raise OutputError(f"a code {wrong} of {module}", f"codes from {linear.grid.low} to {linear.grid.high}", "The run is damaged")
+    zero = linear.grid.zero
+    if zero is not None and bool(((zero < linear.grid.low) | (zero > linear.grid.high)).any()):
+        raise OutputError(f"a zero point of {module} outside its codes", f"{linear.grid.low} to {linear.grid.high}", "The run is damaged")
 
 
 def write_checkpoint(

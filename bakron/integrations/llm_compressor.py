@@ -41,12 +41,12 @@ STRATEGIES = (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
 class BakronModifier(GPTQModifier):
     """Two-sided rounding as a modifier of llm-compressor's `oneshot`.
 
-    Takes the arguments of `GPTQModifier` that say what is quantized to what (`scheme`, `config_groups`, `targets`, `ignore`, `actorder`, observers); integers
-    of 2 to 8 bits by group or channel. `dampening_frac`, `block_size` and `batched_quantization` are of no account. For a `factor` other than None, calibration
-    sequences must be of one length without padding, and come in the same order each time (`oneshot(..., shuffle_calibration_samples=False)`), and the model
-    must be one that `bakron quantize` knows, in host memory.
+    Takes the arguments of `GPTQModifier` that say what is quantized to what (`scheme`, `config_groups`, `targets`, `ignore`, `actorder`, observers); integers of
+    2 to 8 bits by group or channel. `dampening_frac`, `block_size` and `batched_quantization` are of no account. For a `factor` other than None, calibration
+    sequences must be of one length without padding, and come in the same order each time (`oneshot(..., shuffle_calibration_samples=False)`), and the model must
+    be one that `bakron quantize` knows, in host memory.
 
-    Args:
+    Attributes:
         factor: A name in `bakron.FACTORS` but `sequence`; None: A of all tokens alike and B = I, which is GPTQ.
         scale: "observer": the scales of the scheme's observer, as GPTQModifier has them. Otherwise a scale rule of `UniformGrid.fit`, such as "curvature".
         damping: "diagonal" or "mean", see `Kron.damp`.

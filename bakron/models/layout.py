@@ -64,6 +64,11 @@ class Layout:
         """Names of a block's linears."""
         return tuple(name for names in self.shared_inputs for name in names)
 
+    @property
+    def ignored(self) -> list[str]:
+        """Linears that are never quantized, names or patterns; a router is a linear to some readers."""
+        return [self.head, *([r"re:.*\.gate$"] if self.expert_inputs else [])]
+
     def stored_name(self, name: str) -> str:
         """What a checkpoint calls a parameter."""
         return name.replace(*self.stored) if self.stored else name

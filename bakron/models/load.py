@@ -251,6 +251,8 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
         from transformers import CompressedTensorsConfig
 
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    if source.quantized == "bakron":
+        import bakron.reader  # noqa: F401 (makes the method known to transformers)
     with _quiet(), _explained(source):
         model, info = AutoModelForCausalLM.from_pretrained(_where(source), **options)
     layout = layout_of(model.config.model_type)
