@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from bakron.errors import OutputError
 from bakron.export import gguf
 from bakron.export.files import Content, differing
+from bakron.models.experts import unfuse
+from bakron.models.layout import layout_of
 from bakron.models.load import find, read
 
 NEEDS = {"compressed-tensors": ("compressed_tensors",), "gptq": ("gptqmodel", "optimum"), "packed": (), "dense": (), "gguf": ("gguf",)}
@@ -48,9 +50,12 @@ def verify(out: Path, format: str, gguf_type: str | None, content: Content) -> l
     if not _fits(weights * torch.finfo(content.dtype).bits // 8):
         return [*lines, "not verified: loading, for which there is not enough memory"]
     model = read(find(str(out), quantized=True), content.dtype)
+    unfuse(model)
+    transposed = layout_of(model.config.model_type).transposed
     for module, linear in content.linears.items():
         found, codes = model.get_submodule(module), linear()
-        _compare(module, _weight_of(found).float(), codes.grid.values(codes.codes).to(content.dtype).float(), format)
+        weight = _weight_of(found).T if transposed else _weight_of(found)
+        _compare(module, weight.float(), codes.grid.values(codes.codes).to(content.dtype).float(), format)
     with torch.no_grad():
         logits = model(input_ids=torch.arange(WINDOW)[None] % model.config.vocab_size).logits
     loaded = f"verified: transformers loads it, and all {count} linears are scale * (code - zero)"
