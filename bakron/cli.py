@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -100,13 +101,13 @@ def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None
     """
     from bakron import api
     from bakron.display import Display
-    from bakron.plan import as_json, show
+    from bakron.plan import show
 
     given = {name: value for name, value in flags.items() if value is not None}
     _check_json(json_file)
     with Display(quiet) as display:
         found = api.plan(model, out, recipe=recipe, log=display.log, **given)
-    _write_json(json_file, as_json(found))
+    _write_json(json_file, asdict(found))
     if json_file != STDOUT:
         typer.echo(show(found))
     if found.problems:

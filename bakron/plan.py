@@ -374,17 +374,14 @@ def _gradients(job: Job) -> int:
     assert job.tokens is not None
     kind, (sequences, length) = weighting(job.recipe.factor or "mixed"), job.tokens.ids.shape
     used, width = sequences - job.held, getattr(torch, job.recipe.accumulate or "float32").itemsize
-    packed = {size: pack(torch.zeros(size, size)).numel() for shape in _linears(job) for size in shape}
+    shapes = [tuple(linear.weight.shape) for linear in job.walk.linears(0).values()]
+    packed = {size: pack(torch.zeros(size, size)).numel() for shape in shapes for size in shape}
     each = 0
-    for m, n in _linears(job):
+    for m, n in shapes:
         each += width * packed[m] + 16 + (width * (packed[n] + used) if kind.by_sequence else 2 * width * used * length)
     samples = job.recipe.samples or 1
     held = (1 + samples) * 4 * job.held * length * _width(job)
     return len(job.walk) * (each + held) + samples * _hidden(job)
-
-
-def _linears(job: Job) -> list[tuple[int, int]]:
-    return [tuple(linear.weight.shape) for linear in job.walk.linears(0).values()]
 
 
 def show(found: Plan) -> str:
@@ -403,8 +400,3 @@ def show(found: Plan) -> str:
     if found.seconds:
         lines.append("time     " + ", ".join(f"{name} {value:,.0f} s" for name, value in found.seconds.items()))
     return "\n".join(lines)
-
-
-def as_json(found: Plan) -> dict[str, Any]:
-    """A plan as values that JSON can hold."""
-    return {name: getattr(found, name) for name in found.__dataclass_fields__}
