@@ -289,7 +289,7 @@ def _probe(job: Job, sequences: int, target: Path) -> dict[str, float]:
     run(
         walk,
         recipe,
-        dtype=job.dtype,
+        dtype=job.scale_dtype,
         clock=clock,
         ids=part.used,
         estimator=estimator,
@@ -321,7 +321,7 @@ def _blank(job: Job, m: int, n: int) -> Rounded:
     from bakron.pipeline import Rounded, fit_grid
 
     W = torch.zeros(m, n)
-    grid = fit_grid(W, job.recipe.model_copy(update={"scale": "absmax"}), None, job.dtype)
+    grid = fit_grid(W, job.recipe.model_copy(update={"scale": "absmax"}), None, job.scale_dtype)
     return Rounded(W, torch.full((m, n), max(grid.low, 0), dtype=torch.int32), grid, {})
 
 
