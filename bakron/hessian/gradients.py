@@ -10,6 +10,9 @@ where models like to put an attention sink, can be left out of both A and B.
 Block inputs are kept going forward, as many as the memory for them holds, and computed again where they were not (`schedule`); each block is run once more with
 gradients, so that one block's activations, weights and factors are alive on the device at a time. Of each linear the pass leaves, on disk, B (packed) and two
 numbers a token: its weight in A, such as |g_t|^2, and what it added to the trace of B.
+
+Of several processes each takes its share of the sequences through the model; sums and numbers a token come together block by block, and process 0 writes what one
+process alone would have written. Only the gradient to go on from is kept by each for itself.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bakron import rundir
+from bakron import ranks, rundir
 from bakron.errors import ModelError, OutputError, RecipeError
 from bakron.hessian import schedule
 from bakron.hessian.factor import Step, Weighting, pack
@@ -30,8 +33,14 @@ from bakron.models.walk import Walk
 
 Progress = Callable[[str, int, int], None]
 HEAD_TOKENS = 128  # tokens whose logits are alive at a time: a buffer small enough for allocators to recycle
-LEFT = "left.safetensors"  # in the store, while a pass is under way: the gradient at which it goes on
+LEFT = "left_{}_{}.safetensors"  # in the store, while a pass is under way: the gradient at which it goes on, by units left and process
 IN_FLIGHT = 3  # tensors as large as a block's input beside those kept: what enters and leaves the block that runs, and the gradient
+
+
+def rows_here(sequences: int, held: int, place: ranks.Place | None = None) -> Tensor:
+    """Which of all sequences fall to a process, this one by default: its share of those that count, then its share of those held out."""
+    used = sequences - held
+    return torch.cat([torch.arange(used)[ranks.share(used, place)], used + torch.arange(held)[ranks.share(held, place)]])
 
 
 def slots_in(walk: Walk, ids: Tensor, memory: int | None) -> int:
@@ -88,8 +97,8 @@ def gradient_pass(
 
     Args:
         walk: The original model.
-        ids: `[N, T]`.
-        store: Where files go.
+        ids: `[N, T]`, those of all processes.
+        store: Where files go, the same for all processes.
         seed: Of the labels.
         weighting: The factorisation.
         labels: "sampled" or "empirical".
@@ -107,7 +116,9 @@ def gradient_pass(
     Raises:
         ModelError: An activation or a gradient is not finite.
     """
-    units, gradient = _left(walk, store, key)
+    sequences, rows = len(ids), rows_here(len(ids), held)
+    ids, used = ids[rows], len(rows) - len(range(held)[ranks.share(held)])
+    units, gradient = _left(walk, store, key, sequences, held)
     if units == 0:
         return {"forward": 0, "backward": 0, "kept": 0, "bytes": 0}
     slots = units if slots is None else min(slots, units)
@@ -127,24 +138,25 @@ def gradient_pass(
     def visit(i: int, inputs: Tensor) -> None:
         nonlocal gradient
         if i == len(walk):
-            gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None)
+            gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None, rows)
             _keep_left(store, key, i, gradient)
             return
-        used = len(inputs) - held
         tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:used], weighting, clip=clip, skip=skip, dtype=dtype)
         if held:
-            tensors |= {"heldout.inputs": inputs[used:], "heldout.gradient": gradient[used:]}
+            tensors |= {"heldout.inputs": ranks.joined(inputs[used:], 0), "heldout.gradient": ranks.joined(gradient[used:], 0)}
             whole = walk.room.empty_like(gradient)
             whole[:used], whole[used:] = at_input, block_gradients(walk, i, inputs[used:], gradient[used:], lambda *_: None)
             at_input = whole
         gradient = at_input
-        rundir.write_tensors(block_file(store, i), tensors)
+        if ranks.first():
+            rundir.write_tensors(block_file(store, i), tensors)
         _keep_left(store, key, i, gradient)
         done[1] += 1
         progress("backward", done[1], len(walk))
 
     _, kept = schedule.reverse(units, slots, walk.embed(ids), forward, visit)
-    (store / LEFT).unlink(missing_ok=True)
+    if ranks.first():
+        _forget_left(store, but=-1)
     return {
         **{way: walk.runs[way] - before[way] for way in walk.runs},
         "kept": kept,
@@ -152,24 +164,64 @@ def gradient_pass(
     }
 
 
-def _left(walk: Walk, store: Path, key: str) -> tuple[int, Tensor]:
-    """How many units a pass that was cut short has still to visit, the head being the last, and the gradient at the output of the last of them."""
-    try:
-        found = rundir.read_metadata(store / LEFT)
-        if found.get("key") == key:
-            units, gradient = int(found["units"]), rundir.read_tensors(store / LEFT)["gradient"]
-            if all(block_file(store, i).is_file() for i in range(units, len(walk))):
-                return units, gradient
-    except OutputError:  # none there, or damaged: from the start
-        pass
-    return len(walk) + 1, torch.empty(0)
+def _left(walk: Walk, store: Path, key: str, sequences: int, held: int) -> tuple[int, Tensor]:
+    """How many units a pass that was cut short has still to visit, the head being the last, and the gradient at the output of the last of them.
+
+    Each process of that pass, however many there were, kept the gradient of its own sequences; this is that of the sequences of this process.
+    """
+    units, processes = ranks.by_first(lambda: _last_left(walk, store, key))
+    rows, gradient = rows_here(sequences, held), torch.empty(0)
+    for number in range(processes):
+        there = rows_here(sequences, held, ranks.Place(number, processes))
+        wanted = torch.isin(rows, there)
+        if bool(wanted.any()):
+            part = rundir.read_tensors(_left_file(store, units, number))["gradient"]
+            gradient = gradient if gradient.numel() else walk.room.empty((len(rows), *part.shape[1:]), part.dtype)
+            gradient[wanted] = part[torch.searchsorted(there, rows[wanted])]
+    return units, gradient
+
+
+def _last_left(walk: Walk, store: Path, key: str) -> tuple[int, int]:
+    """Units left at the furthest point that every process of a pass has reached, and how many processes there were; all units and 0 if there is none."""
+    for units in range(len(walk) + 1):
+        processes, number = 1, 0
+        try:
+            while number < processes and all(block_file(store, i).is_file() for i in range(units, len(walk))):
+                file = _left_file(store, units, number)
+                found = rundir.read_metadata(file)
+                processes = int(found["processes"]) if number == 0 else processes
+                if (found["key"], found["processes"]) != (key, str(processes)):
+                    break
+                rundir.read_tensors(file)  # its checksum is right
+                number += 1
+        except (OutputError, KeyError, ValueError):  # none there, or damaged
+            continue
+        if number == processes:
+            return units, processes
+    return len(walk) + 1, 0
 
 
 def _keep_left(store: Path, key: str, units: int, gradient: Tensor) -> None:
-    rundir.write_tensors(store / LEFT, {"gradient": gradient}, {"key": key, "units": str(units)})
+    """Keep what a pass goes on from; that of the units before goes when every process has kept its own."""
+    rundir.write_tensors(_left_file(store, units, ranks.rank()), {"gradient": gradient}, {"key": key, "processes": str(ranks.size())})
+    ranks.meet()
+    if ranks.first():
+        _forget_left(store, units)
 
 
-def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids: Tensor | None = None) -> Tensor:
+def _forget_left(store: Path, but: int) -> None:
+    for file in store.glob(LEFT.format("*", "*")):
+        if not file.match(LEFT.format(f"{but:04d}", "*")):
+            file.unlink()
+
+
+def _left_file(store: Path, units: int, number: int) -> Path:
+    return store / LEFT.format(f"{units:04d}", f"{number:04d}")
+
+
+def head_gradient(
+    walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
     """Gradient of the summed loss at the output of the last block, with labels sampled from the model or those of the text.
 
     Args:
@@ -178,12 +230,15 @@ def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids
         seed: Of the labels.
         progress: Called with (stage, done, total).
         ids: Tokens `[N, T]`, each the label of the one before it; None samples labels.
+        rows: Which sequences of all these are; None for the first ones. Their labels are what they would be if all were here.
 
     Returns:
         `[N, T, d]` on the CPU.
     """
     following = None if ids is None else torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1).flatten()
-    generator = torch.Generator().manual_seed(seed)
+    rows = torch.arange(len(hidden)) if rows is None else rows
+    uniform = torch.rand(int(rows.max()) + 1, hidden.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    uniform = uniform[rows].flatten()
     flat = hidden.reshape(-1, hidden.shape[-1])
     result = walk.room.empty_like(flat)
     with walk.head_resident():
@@ -192,7 +247,8 @@ def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids
             with torch.enable_grad():
                 logits = walk.logits(x)
             slope = torch.softmax(logits.detach().to(torch.promote_types(logits.dtype, torch.float32)), -1)
-            labels = sample(slope, generator) if following is None else following[start : start + len(x)].to(slope.device)
+            chosen = slice(start, start + len(x))
+            labels = _pick(slope, uniform[chosen]) if following is None else following[chosen].to(slope.device)
             slope[torch.arange(len(x), device=slope.device), labels] -= 1.0  # d loss / d logits = p - onehot(label)
             if following is not None:
                 slope[labels < 0] = 0.0
@@ -203,9 +259,13 @@ def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids
 
 def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """One index per row of `[t, vocabulary]`, by inverting the cumulative sum in float64: one uniform number a token, the same on every device."""
+    return _pick(probabilities, torch.rand(len(probabilities), generator=generator, dtype=torch.float64))
+
+
+def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The index of each row that a number in [0, 1) falls on."""
     cumulative = probabilities.double().cumsum(-1)
-    uniform = torch.rand(len(probabilities), 1, generator=generator, dtype=torch.float64).to(probabilities.device)
-    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    index = torch.searchsorted(cumulative, uniform.to(cumulative)[:, None] * cumulative[:, -1:], right=True)
     return index.clamp_max(probabilities.shape[1] - 1).flatten()
 
 
@@ -225,7 +285,7 @@ def block_moments(
     Args:
         walk: The original model.
         i: Block.
-        inputs: `[N, T, d]` on the CPU.
+        inputs: `[N, T, d]` on the CPU, of this process.
         gradient: At the block's output, `[N, T, d]` on the CPU.
         weighting: The factorisation.
         clip: Quantile of weights, or None.
@@ -234,7 +294,8 @@ def block_moments(
 
     Returns:
         Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.sizes`, what tokens (by sequence: sequences) added to its trace,
-        and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence, `name.A`, packed); and the gradient at the block's input.
+        and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence, `name.A`, packed), over the sequences of all processes, on process 0
+        only; and the gradient at the block's input, `[N, T, d]` of this process.
 
     Raises:
         ModelError: A gradient is not finite.
@@ -273,8 +334,11 @@ def block_moments(
                 "finite gradients",
                 "Use float32 and check the model on this text first",
             )
-    tensors = {}
-    for name, step in steps.items():
+        for step in steps.values():
+            step.collect(at=0 if k + 1 == weighting.steps else None)
+    weights, sizes = ({name: ranks.joined(one, 0) for name, one in kind.items()} for kind in (weights, sizes))
+    tensors = dict[str, Tensor]()
+    for name, step in steps.items() if ranks.first() else ():
         tensors |= {f"{name}.B": pack(step.B.value()), f"{name}.effective": torch.tensor(step.effective, dtype=torch.float64)}
         tensors[f"{name}.sizes"] = sizes[name]
         if weighting.by_sequence:
@@ -293,7 +357,8 @@ def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dic
         found[name].append(steps[name].weights(x[:, skip:], g[:, skip:]))
 
     block_gradients(walk, i, inputs, gradient, visit)
-    for name, pairs in found.items():
+    for name in found:
+        pairs = [pair for part in ranks.gather(found[name]) for pair in part]
         steps[name].limits = (
             quantile(torch.cat([a for a, _ in pairs]), clip),
             quantile(torch.cat([b for _, b in pairs if b is not None]), clip),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakron import ranks
 from bakron.config import DAMPINGS, Recipe
 from bakron.hessian.gradients import block_gradients
 from bakron.kron import Factor, Kron
@@ -25,12 +26,12 @@ PAIRS = 1024  # tokens whose pairs with as many others are looked at together
 
 
 class Heldout:
-    """Inputs and gradients of the sequences held out, at the linears of one block.
+    """Inputs and gradients of the sequences held out, at the linears of one block that fall to this process.
 
     Args:
         walk: The original model.
         i: Block.
-        inputs: What enters it, `[N, T, d]`.
+        inputs: What enters it, `[N, T, d]`, of the sequences of this process.
         gradient: At its output, `[N, T, d]`.
         skip: First tokens of each sequence that do not count.
     """
@@ -42,6 +43,8 @@ class Heldout:
             self._streams[name].append((x[:, skip:].cpu(), g[:, skip:].cpu()))
 
         block_gradients(walk, i, inputs, gradient, visit)
+        for name, owner in walk.owners(i).items():
+            self._streams[name] = [one for part in ranks.gather(self._streams[name], owner) for one in part]
 
     def changes(self, name: str, E: Tensor) -> Tensor:
         """What adding `E [m, n]` to the weight of a linear does to each token's loss to first order, `g_t^T E x_t`, float64 `[N, T]`.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bakron import ranks
 from bakron.errors import ModelError
 from bakron.models.layout import layout_of
 from bakron.models.load import check_length
@@ -89,6 +90,10 @@ class Walk:
                 raise ModelError(f"{name} of block {i} is a {type(module).__name__}", "torch.nn.Linear")
             found[name] = module
         return found
+
+    def owners(self, i: int) -> dict[str, int]:
+        """Which process of the run rounds which linear of block i."""
+        return ranks.owners({name: (linear.out_features, linear.in_features) for name, linear in self.linears(i).items()})
 
     def arguments(self, i: int) -> dict[str, Any]:
         """What the model passes to block i beside the hidden states: mask, position embeddings, for one sequence."""
