@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, ranks, rundir
+from bakron import config, formats, ranks, rundir
 from bakron import data as corpus
 from bakron.errors import RecipeError
 from bakron.job import Done, Job, StoredCodes, make_estimator, prepare
 from bakron.job import device as device_of
 from bakron.models import load as models
+from bakron.plan import Plan, check_disk
 
 if TYPE_CHECKING:
     from bakron.config import Recipe
@@ -26,6 +27,34 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
 Observe = Callable[[dict[str, Any]], None]
+
+
+def plan(
+    model: str | Path,
+    out: str | Path | None = None,
+    *,
+    recipe: Recipe | str | Path | None = None,
+    log: Log | None = None,
+    **overrides: Any,
+) -> Plan:
+    """What `quantize` with the same arguments would take.
+
+    Args:
+        model: Hugging Face directory, hub name, or GGUF file.
+        out: Where the run would go, to check the disk; None to leave that out.
+        recipe: A recipe or the path of a YAML file.
+        log: Called with one-line messages.
+        **overrides: Fields of the recipe that win over it.
+
+    Returns:
+        The plan, with every problem found; see `bakron.plan`.
+
+    Raises:
+        RecipeError: The recipe itself is wrong.
+    """
+    from bakron import plan as plans
+
+    return plans.plan(model, out, _recipe(recipe, overrides), log or (lambda _: None))
 
 
 @dataclass(frozen=True)
@@ -104,6 +133,7 @@ def _quantize(
     clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
         job = prepare(source, recipe, log, target)
+        check_disk(job, target)
     observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
     ranks.meet()  # before anything is written, every process has found the output directory and the recipe fit to be used
     try:
@@ -143,16 +173,25 @@ def _finish(
     assert done is not None
     rundir.discard_scratch(target)
     with clock.stage("write"):
-        stored_bits = _export(target, job)
+        exported = _export(target, job, watch.log)
+    if done.nearest:
+        names = ", ".join(done.nearest)
+        watch.log(f"warning: too few tokens reached {len(done.nearest)} linears of experts, which were rounded to nearest: {names}")
     if alarm := outliers_warning(done.outlying):
         watch.log(alarm)
+    if done.fallbacks:
+        named = ", ".join(f"{name} ({how})" for name, how in done.fallbacks.items())
+        watch.log(f"warning: {len(done.fallbacks)} linears were rounded without a factor that could not be used: {named}")
     if done.raised:
         watch.log(
             f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help"
         )
-    summary = _summary(job, done, stored_bits, clock, time.perf_counter() - start) | {
+    summary = _summary(job, done, exported, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
+        "passes": job.walk.runs,
+        "rounded_to_nearest": done.nearest,
         "gate": {"held_out_sequences": job.held, "chosen": done.chosen} if job.held else None,
+        "fallbacks": done.fallbacks,
         "sessions": sessions,
         "warnings": warnings,
     }
@@ -273,16 +312,16 @@ def _round(job: Job, target: Path, clock: Clock, done: Done | None, count: int, 
             tiled.ready(torch.float32)  # compiled once and cached on disk; no part of the solver's time
     with clock.stage("hessian"):
         estimator = make_estimator(job, target, watch.progress, watch.log)
-    names, stored = job.walk.layout.linears, StoredCodes(target, recipe)
+    stored = StoredCodes(target, recipe)
     run(
         job.walk,
         recipe,
-        dtype=job.dtype,
+        dtype=job.scale_dtype,
         clock=clock,
         ids=job.used,
         estimator=estimator,
         keep=done.keep if done else lambda *_: None,
-        stored=lambda i: stored.values(i, names) if i < count else None,
+        stored=lambda i: stored.values(i, job.walk.chosen(i)) if i < count else None,
         progress=watch.progress,
         observe=watch.observe,
     )
@@ -307,25 +346,25 @@ def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Re
     return config.override(recipe.model_dump(exclude_unset=True), overrides).resolve()
 
 
-def _export(target: Path, job: Job) -> float:
-    """Write the checkpoint from the stored codes; returns stored bits per quantized weight."""
-    from bakron.export import FORMATS, Linear, write_checkpoint
+def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:
+    """Write the checkpoint from the stored codes; returns what the summary tells of it."""
+    from bakron import export
 
-    walk, source, form = job.walk, job.source, FORMATS[job.recipe.format]
-    stored = StoredCodes(target, job.recipe)
-    linears = {
-        f"{walk.prefix(i)}.{name}": (lambda i=i, name=name: Linear(*stored.linear(i, name)))
-        for i in range(len(walk))
-        for name in walk.layout.linears
-    }
-    sample = next(iter(linears.values()))().grid
-    where = source.path if source.gguf is None else None
-    quantization = form.quantization_config(sample, [walk.layout.head])
-    write_checkpoint(target, job.model, job.weights, job.tokenizer, where, job.dtype, linears, form.encode, quantization)
-    return form.bits(sample, job.dtype)
+    format, kind = job.recipe.format, job.recipe.gguf_type
+    content, form = job.content(target), export.form_of(format, kind)
+    export.write(target, format, kind, content)
+    grid = content.sample.grid
+    bits = form.bits(grid, job.dtype)
+    log(export.sizes(target, content, bits))
+    if caveat := form.caveat(grid):
+        log(f"note: {caveat}")
+    checks = export.verify(target, format, kind, content) if job.recipe.verify else ["not verified: nothing, by choice"]
+    for line in checks:
+        log(line)
+    return {"stored_bits_per_weight": round(bits, 4), "checks": checks}
 
 
-def _summary(job: Job, done: Done, stored_bits: float, clock: Clock, total: float) -> dict[str, Any]:
+def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total: float) -> dict[str, Any]:
     import torch
 
     import bakron
@@ -334,7 +373,7 @@ def _summary(job: Job, done: Done, stored_bits: float, clock: Clock, total: floa
     recipe = job.recipe
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     seconds = {stage: round(clock.seconds.get(stage, 0.0), 3) for stage in ("load", "calibrate", "hessian", "solve", "write")}
-    zero_bits = 0 if recipe.symmetric else 8
+    beside = formats.holds(recipe.format, recipe.gguf_type).beside or torch.finfo(job.scale_dtype).bits + (0 if recipe.symmetric else 8)
     return {
         "model": job.source.identity,
         "model_sha256": job.fingerprint,
@@ -342,10 +381,8 @@ def _summary(job: Job, done: Done, stored_bits: float, clock: Clock, total: floa
         "calibration": None if job.tokens is None else job.tokens.record(),
         "seconds": seconds | {"total": round(total, 3)},
         "core_share": round(clock.seconds.get("solve", 0.0) / total, 5),
-        "bits_per_weight": round(
-            bits_per_weight(recipe.levels or 0, torch.finfo(job.dtype).bits, zero_bits, done.quantized, done.scales), 4
-        ),
-        "stored_bits_per_weight": round(stored_bits, 4),
+        "bits_per_weight": round(bits_per_weight(recipe.levels or 0, beside, done.quantized, done.scales), 4),
+        **exported,
         "parameters": {
             "quantized": done.quantized,
             "kept": parameters - done.quantized,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from bakron import formats
 from bakron.errors import RecipeError
 
 Method = Literal["rtn", "gptq", "bakron", "boa", "yaqa", "bakron-mlp-local", "bakron-fully-local", "bakron-backprop"]
@@ -36,11 +37,16 @@ PRESETS: dict[str, dict[str, Any]] = {  # methods that are short for settings of
     "bakron-backprop": {"hessian": "backprop", "factor": "shampoo"},
 }
 FACTOR_FORMS = ("kfac", "shampoo", "shampoo:K", "mixed", "sequence", "kl", "kl:K")  # K = number of steps, 1 to 99
-OF_THE_MACHINE = ("memory", "boundary_memory")  # fields that do not touch the result: a run may go on with others
+OF_THE_MACHINE = (
+    "memory",
+    "boundary_memory",
+    "on_failure",
+    "verify",
+)  # fields that do not touch what is done already: a run may go on with others
 OF_HESSIANS = (  # fields that rounding to nearest does not heed
     "hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "diagnostics", "skip_first", "order", "refit", "polish", "accumulate",
 )  # fmt: skip
-OF_GRADIENTS = ("factors", "labels", "clip", "gate", "boundary_memory")  # fields that only a gradient pass heeds
+OF_GRADIENTS = ("factors", "labels", "samples", "clip", "gate", "boundary_memory")  # fields that only a gradient pass heeds
 LOCAL_FACTORS = ("kfac", "shampoo", "mixed")  # those that local Hessians know
 FACTOR_PATTERN = re.compile(r"kfac|mixed|sequence|(shampoo|kl)(:[1-9]\d?)?")
 Labels = Literal["sampled", "empirical"]
@@ -49,8 +55,10 @@ Damping = Literal["diagonal", "mean"]
 Order = Literal["natural", "diagonal", "min-pivot", "reversed"]
 Accumulate = Literal["float32", "float64"]
 Inputs = Literal["quantized", "original"]
-Format = Literal["compressed-tensors", "dense"]
+Format = Literal["compressed-tensors", "gptq", "packed", "gguf", "dense"]
+GgufType = Literal["q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q6_k"]
 Precision = Literal["bfloat16", "float32"]
+OnFailure = Literal["stop", "fallback"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Damp = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"]
 DAMPINGS = {"damp_a": (0.1, 0.03, 0.3), "damp_b": (1.0, 0.3, 3.0)}  # the default, and what else auto tries
@@ -94,6 +102,13 @@ class Recipe(BaseModel):
         description="Whose next tokens give the gradients: sampled = the model's own predictions, which measures divergence from the model "
         "(default); empirical = the text's. Only with backprop.",
     )
+    samples: int | None = Field(
+        None,
+        ge=1,
+        le=99,
+        description="Labels sampled a token, each with a backward pass of its own: less noise in B and in the weights of A, for as many times the "
+        "time of the gradient pass's backward half. Default 1. Only with backprop.",
+    )
     clip: float | None = Field(
         None,
         gt=0,
@@ -111,9 +126,7 @@ class Recipe(BaseModel):
     group_size: int | None = Field(
         64, description="Consecutive inputs that share one scale; must divide the width of each layer. -1 = one scale per output row."
     )
-    symmetric: bool = Field(
-        True, description="Levels lie evenly around zero. If not, each group also has a zero point (dense format only)."
-    )
+    symmetric: bool = Field(True, description="Levels lie evenly around zero. If not, each group also has a zero point.")
     scale: Scale | None = Field(
         None,
         description="How a group's scale is chosen: absmax = its largest weight fits; mse = least squared error; curvature = least squared "
@@ -172,7 +185,20 @@ class Recipe(BaseModel):
     format: Format = Field(
         "compressed-tensors",
         description="How the checkpoint is written: compressed-tensors = packed integers and scales (small; loads in transformers and "
-        "vLLM); dense = plain weights, already rounded (as large as the original; loads everywhere).",
+        "vLLM); gptq = the layout of GPTQModel (2, 3, 4 or 8 bits; float16 scales); packed = whole codes in a fraction of a bit (smallest; loads "
+        "in transformers after import bakron.reader); gguf = one file for llama.cpp; dense = plain weights, already rounded (as large as "
+        "the original; loads everywhere).",
+    )
+    gguf_type: GgufType | None = Field(
+        None,
+        description="How llama.cpp is to store a layer: q4_0 = up to 16 levels; q4_1 = 16 with zero points; q8_0 = up to 256; these in groups of 32. "
+        "q3_k = 8 levels, q6_k = 64, q2_k = 4 with offsets, in groups of 16; q4_k = 16 with offsets, in groups of 32: scales and offsets of these are "
+        "themselves quantized, and layers must be multiples of 256 wide. "
+        "Default: what fits the levels. Only with format gguf.",
+    )
+    verify: bool = Field(
+        True,
+        description="Load the written checkpoint again with its own reader, where that is installed, and compare every layer with its codes.",
     )
     dtype: Dtype = Field("auto", description="Precision of scales and of all that stays unquantized; auto = that of the original model.")
     batch: int = Field(8, ge=1, description="Sequences per forward pass. Fewer need less memory; the result is the same up to rounding.")
@@ -191,6 +217,19 @@ class Recipe(BaseModel):
         description="Keep an eighth of the sequences out of the Hessians, round each layer with A and B, with A alone and with an unweighted A, "
         "and keep A and B unless another one does less harm on the gradients held out, by more than its standard error. Three solves instead of "
         "one; bakron with backprop only.",
+    )
+    on_failure: OnFailure = Field(
+        "stop",
+        description="What happens to a layer whose A or B cannot be factored even with the largest damping: stop = the run stops and names it; "
+        "fallback = it is rounded without B, or to nearest if A is the one; such layers are counted, and the exit status is 3.",
+    )
+    include: str | None = Field(
+        None,
+        description="Quantize only layers whose names match one of these patterns, such as '*.mlp.*,*.0.*' (* stands for anything, commas "
+        "separate). Default: all linear layers of the blocks.",
+    )
+    exclude: str | None = Field(
+        None, description="Leave layers alone whose names match one of these patterns, such as '*.down_proj'; they keep their precision."
     )
     diagnostics: bool = Field(
         False,
@@ -219,6 +258,14 @@ class Recipe(BaseModel):
         if value is not None and not FACTOR_PATTERN.fullmatch(value):
             raise ValueError("no factorisation")
         return value
+
+    @field_validator("include", "exclude", mode="before")
+    @classmethod
+    def _patterns(cls, value: object) -> object:
+        joined = ",".join(value) if isinstance(value, list) and all(isinstance(one, str) for one in value) else value
+        if isinstance(joined, str) and not all(one.strip() for one in joined.split(",")):
+            raise ValueError("an empty pattern")
+        return joined
 
     @field_validator("boundary_memory", "memory", mode="before")
     @classmethod
@@ -259,8 +306,11 @@ class Recipe(BaseModel):
         if self.method in PRESETS:
             open_ = {name: value for name, value in PRESETS[self.method].items() if getattr(self, name) is None}
             return self.model_copy(update={"method": "bakron", **open_}).resolve()
+        if self.format == "gguf" and (open_ := self._open_for_gguf()):
+            return self.model_copy(update=open_).resolve()
         _refuse_idle(self)
         levels, bits = _levels(self.levels, self.bits)
+        formats.check(self.format, self.gguf_type, levels, self.symmetric, self.group_size)
         filled: dict[str, Any] = {
             "levels": levels,
             "bits": bits,
@@ -276,10 +326,21 @@ class Recipe(BaseModel):
                 filled["factor"] = self.factor or "mixed"
             if filled["hessian"] == "backprop":
                 filled["labels"] = self.labels or "sampled"
+                filled["samples"] = self.samples or 1
             filled["inputs"] = self.inputs or ("original" if self.factor == "sequence" else "quantized")
         if self.method == "bakron":
             filled["damp_b"] = DAMPINGS["damp_b"][0] if self.damp_b is None else self.damp_b
         return self.model_copy(update=filled)
+
+    def _open_for_gguf(self) -> dict[str, Any]:
+        """What a GGUF type settles that was not given: levels, kind and group size; or the type that these settle."""
+        if self.gguf_type is None:
+            return {"gguf_type": formats.gguf_type_of(_levels(self.levels, self.bits)[0], self.symmetric)}
+        row = formats.GGUF_TYPES[self.gguf_type]
+        settled: dict[str, Any] = {"symmetric": True in row.levels, "group_size": row.group}
+        if self.levels is None and self.bits is None:
+            settled["levels"] = max(row.levels.values())
+        return {name: value for name, value in settled.items() if name not in self.model_fields_set or name == "levels"}
 
 
 def size_in_bytes(text: str) -> int:
@@ -333,6 +394,10 @@ def _refuse_idle(recipe: Recipe) -> None:
             f"{', '.join(LOCAL_FACTORS[:-1])} or {LOCAL_FACTORS[-1]}",
             "For other factorisations choose hessian backprop",
         )
+    if recipe.labels == "empirical" and (recipe.samples or 1) > 1:
+        raise RecipeError(
+            f"samples {recipe.samples} with labels empirical, of which a token has one", "samples 1", "Or choose labels sampled"
+        )
     if recipe.clip is not None and recipe.factor == "kfac":
         raise RecipeError("clip would do nothing with factor kfac, which weighs all tokens alike", do="Drop clip, or choose another factor")
     if recipe.factor == "sequence" and recipe.inputs == "quantized":
@@ -356,10 +421,13 @@ def _refuse_idle(recipe: Recipe) -> None:
         raise RecipeError(
             "damp_b would do nothing with method gptq, whose output factor is the identity", do="Drop damp_b, or choose method bakron"
         )
-    if recipe.format == "compressed-tensors" and not recipe.symmetric:
+    if recipe.gguf_type is not None and recipe.format != "gguf":
         raise RecipeError(
-            "symmetric is false with format compressed-tensors, whose files with zero points do not load in current transformers",
-            do="Choose format dense (--format dense), or symmetric levels",
+            f"gguf_type {recipe.gguf_type} with format {recipe.format}", "format gguf", "Drop gguf_type, or choose format gguf"
+        )
+    if recipe.refit and formats.holds(recipe.format, recipe.gguf_type).form != "float":
+        raise RecipeError(
+            f"refit with gguf_type {recipe.gguf_type}, whose scales are no free choice", "gguf_type q4_0 or q8_0", "Drop refit"
         )
 
 
@@ -381,6 +449,8 @@ def allowed(name: str) -> str:
         return "a whole number of at least 1, or -1 for one scale per row"
     if name == "factor":
         return f"{', '.join(FACTOR_FORMS[:-1])} or {FACTOR_FORMS[-1]} (K = 1 to 99 steps)"
+    if name in ("include", "exclude"):
+        return "patterns separated by commas"
     if name in ("boundary_memory", "memory"):
         return "a size such as 800MB or 4GB"
     if name in DAMPINGS:

@@ -51,7 +51,8 @@ class Display:
             console=self.console,
         )
         self._tasks: dict[str, TaskID] = {}
-        self._said: dict[str, tuple[float, float]] = {}  # stage -> (start, last line)
+        self._begun: dict[str, tuple[float, int]] = {}  # stage -> (time of its first step, steps done by then)
+        self._said: dict[str, float] = {}  # stage -> time of its last line
         self._facts: dict[str, Any] = {"logs": []}
 
     def __enter__(self) -> Display:
@@ -83,16 +84,17 @@ class Display:
         now = time.monotonic()
         if stage == "quantize":
             self._facts["block"] = min(done + 1, total)
-        start, last = self._said.setdefault(stage, (now, -EVERY))
-        if stage in OF_BLOCKS and self._facts.get("tokens") and now > start:
-            self._facts["speed"] = self._facts["tokens"] * done / (now - start)
+        start, first = self._begun.setdefault(stage, (now, done))
+        pace = (now - start) / (done - first) if done > first else 0.0  # seconds a step
+        if stage in OF_BLOCKS and self._facts.get("tokens") and pace > 0:
+            self._facts["speed"] = self._facts["tokens"] / pace
         if self._live is not None:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bars.add_task(NAMES.get(stage, stage), total=total)
             self._bars.update(self._tasks[stage], completed=done)
-        elif done == total or now - last >= EVERY:
-            self._said[stage] = (start, now)
-            left = f", about {(now - start) / done * (total - done):.0f} s left" if 1 < done < total else ""
+        elif done == total or now - self._said.get(stage, -EVERY) >= EVERY:
+            self._said[stage] = now
+            left = f", about {pace * (total - done):.0f} s left" if pace > 0 and done < total else ""
             figures = self.figures() if stage == "quantize" else []
             self.log(", ".join([f"{NAMES.get(stage, stage)}: {done} of {total}, {now - start:.0f} s{left}", *figures]))
 

@@ -10,15 +10,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, ranks, rundir
+from bakron import config, formats, ranks, rundir
 from bakron import data as corpus
 from bakron.errors import OutputError, RecipeError
+from bakron.models import layout
 from bakron.models import load as models
 
 if TYPE_CHECKING:
     import torch
 
     from bakron.config import Recipe
+    from bakron.export import Content, Linear
     from bakron.grids import UniformGrid
     from bakron.hessian import Estimator
     from bakron.models.walk import Walk
@@ -42,7 +44,7 @@ class Job:
         model: Without its weights.
         weights: Where they are.
         walk: The model block by block.
-        dtype: In which scales and all that is not quantized are stored.
+        dtype: In which all that is not quantized is stored.
         fingerprint: SHA-256 of the model's original weights.
     """
 
@@ -66,6 +68,29 @@ class Job:
         if not self.recipe.chooses or self.tokens is None:
             return 0
         return held_out(len(self.tokens.ids))
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """In which scales are stored: the format's, or `dtype`."""
+        import torch
+
+        kind = formats.holds(self.recipe.format, self.recipe.gguf_type).scale
+        return self.dtype if kind is None else getattr(torch, kind)
+
+    def content(self, target: Path) -> Content:
+        """What an export writes, with the codes kept in the output directory `target` of a run."""
+        from bakron.export import Content
+
+        linears = stored_linears(self.walk, StoredCodes(target, self.recipe))
+        return Content(
+            self.model,
+            self.weights,
+            self.tokenizer,
+            self.source,
+            self.dtype,
+            linears,
+            [*self.walk.layout.ignored, *sorted(self.walk.excluded)],
+        )
 
     @property
     def used(self) -> torch.Tensor | None:
@@ -105,13 +130,21 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
     """
     import torch
 
+    from bakron.export import check_content
     from bakron.grids import check_groups
+    from bakron.hessian import LOCAL, check_parts
     from bakron.models.room import Room
     from bakron.models.walk import Walk
     from bakron.pipeline import check_widths
 
     where = device(recipe.device)
-    check_groups(models.widths(models.early_config(source)), recipe.group_size)
+    early = models.early_config(source)
+    layout.check_format(str(early["model_type"]), recipe.format)
+    check_parts(str(early["model_type"]), LOCAL.get(recipe.hessian or "", ()))
+    if not (recipe.include or recipe.exclude):
+        widths = layout.widths(early)
+        check_groups(widths, recipe.group_size)
+        formats.check_shapes(recipe.format, recipe.gguf_type, {name: (None, n) for name, n in widths.items()})
     log(f"loading {source.name}")
     source = models.fetch(source)
     if source.code:
@@ -123,10 +156,16 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
         tokens = corpus.windows(texts, tokenizer, length=recipe.length, sequences=recipe.sequences, seed=recipe.seed)
         log(f"calibration: {tokens.describe()}")
     model, weights = models.open_model(source)
+    check_content(recipe.format, model.config, tokenizer, source)
     if tokens is not None:
         models.check_tokens(model, tokens.ids)
     room = Room(None if recipe.memory is None else config.size_in_bytes(recipe.memory), scratch / rundir.FOLDER / "spill")
     walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision, weights, room)
+    if recipe.include or recipe.exclude:
+        matches = walk.choose(recipe.include, recipe.exclude)
+        count = sum(len(walk.chosen(i)) for i in range(len(walk)))
+        told = "; ".join(f"{pattern} matches {found}" for pattern, found in matches.items())
+        log(f"layers: {told}; {count} of {count + len(walk.excluded)} linears are to be quantized")
     check_widths(walk, recipe)
     if tokens is not None and len(tokens.ids) - (held_out(len(tokens.ids)) if recipe.chooses else 0) < ranks.size():
         raise RecipeError(f"{ranks.size()} processes for {len(tokens.ids)} sequences", "one at least for each", "Use fewer processes")
@@ -191,9 +230,11 @@ def make_estimator(job: Job, target: Path, progress: Progress, log: Log = lambda
         seed=recipe.seed,
         fingerprint=job.fingerprint,
         labels=recipe.labels or "sampled",
+        samples=recipe.samples or 1,
         clip=recipe.clip,
         **common,
         held=job.held,
+        gate=recipe.gate,
         boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
         progress=progress,
     )
@@ -207,8 +248,10 @@ def _refuse_damaged(store: Path, log: Log) -> None:
 
 
 def codes_of(rounded: Mapping[str, Rounded]) -> dict[str, torch.Tensor]:
-    """Codes, scales and zero points of a block as they are kept on disk."""
+    """Codes, scales, zero points and offsets of a block as they are kept on disk."""
     import torch
+
+    from bakron.grids import OffsetGrid
 
     tensors = {}
     for name, one in rounded.items():
@@ -216,6 +259,8 @@ def codes_of(rounded: Mapping[str, Rounded]) -> dict[str, torch.Tensor]:
         tensors[f"{name}.scale"] = one.grid.scale
         if one.grid.zero is not None:
             tensors[f"{name}.zero"] = one.grid.zero
+        if isinstance(one.grid, OffsetGrid):
+            tensors[f"{name}.offset"] = one.grid.offset
     return tensors
 
 
@@ -250,7 +295,7 @@ class StoredCodes:
         """
         import torch
 
-        from bakron.grids import UniformGrid
+        from bakron.grids import OffsetGrid, UniformGrid
 
         if self._block[0] != i:
             self._block = (i, rundir.read_tensors(rundir.codes_file(self.target, i)))
@@ -263,6 +308,8 @@ class StoredCodes:
             raise OutputError(
                 f"{file}: codes {list(codes.shape)} and scales {list(scale.shape)} of {name} do not fit", "those of a finished run"
             )
+        if (offset := stored.get(f"{name}.offset")) is not None:
+            return codes.to(torch.int32), OffsetGrid(scale, None, self.low, self.high, groups, None, offset)
         return codes.to(torch.int32), UniformGrid(scale, stored.get(f"{name}.zero"), self.low, self.high, groups)
 
 
@@ -282,6 +329,8 @@ class Done:
         raised: Linears whose damping was raised.
         chosen: By candidate of the gate, how often it was chosen.
         outlying: What is told of outliers of each linear.
+        fallbacks: Linears whose factors could not be used, and what was done instead.
+        nearest: Linears of experts that too few tokens reached.
     """
 
     def __init__(self, job: Job, target: Path, log: Log) -> None:
@@ -290,6 +339,8 @@ class Done:
         self.count = self.quantized = self.scales = self.raised = 0
         self.chosen: dict[str, int] = {}
         self.outlying: list[dict[str, Any]] = []
+        self.fallbacks: dict[str, str] = {}
+        self.nearest: list[str] = []
         self.stored = StoredCodes(target, job.recipe)
         events: list[dict[str, Any]] = []
         for i in range(len(job.walk)):
@@ -310,7 +361,7 @@ class Done:
     def keep(self, i: int, rounded: Mapping[str, Rounded]) -> None:
         """Store the next block."""
         tensors, events = codes_of(rounded), [one.event for one in rounded.values()]
-        rundir.write_tensors(rundir.codes_file(self._target, i), tensors, {"events": json.dumps(events, allow_nan=False)})
+        rundir.write_tensors(rundir.codes_file(self._target, i), tensors, {"events": f"[{', '.join(map(rundir.line, events))}]"})
         for event in events:
             self._events.write(event)
         self._add(tensors, events)
@@ -322,6 +373,20 @@ class Done:
             self.scales += tensor.numel() if name.endswith(".scale") else 0
         for event in events:
             self.raised += event.get("damping_raised", False)
+            if "failed" in event:
+                self.fallbacks[event["linear"]] = event["fallback"]
             self.outlying.append(event.get("outliers", {}))
+            self.nearest += [event["linear"]] if "fallback" in event and "failed" not in event else []
             if "gate" in event:
                 self.chosen[event["gate"]["chosen"]] = self.chosen.get(event["gate"]["chosen"], 0) + 1
+
+
+def stored_linears(walk: Walk, stored: StoredCodes) -> dict[str, Callable[[], Linear]]:
+    """By module name, something that reads a linear's codes and grid."""
+    from bakron.export import Linear
+
+    return {
+        f"{walk.prefix(i)}.{name}": (lambda i=i, name=name: Linear(*stored.linear(i, name)))
+        for i in range(len(walk))
+        for name in walk.chosen(i)
+    }

@@ -108,6 +108,11 @@ def local() -> int:
     return int(os.environ.get("LOCAL_RANK", "0")) if _here.size > 1 else 0
 
 
+def whose() -> str:
+    """What to say of a sequence that this process has counted."""
+    return "" if _here.size == 1 else f" of those that fall to process {_here.rank}"
+
+
 def share(n: int, place: Place | None = None) -> slice:
     """Which of n things in a row fall to a process, this one by default: neighbours, and as many as to any other one, or one more."""
     place = place or _here
@@ -160,12 +165,12 @@ def gather(value: T, at: int | None = None) -> list[T]:
     return [pickle.loads(one) for one in found]
 
 
-def joined(tensor: Tensor, at: int | None = None) -> Tensor:
-    """The rows of all processes, in their order; on processes other than `at`, if it is given, their own."""
+def joined(tensor: Tensor, at: int | None = None, dim: int = 0) -> Tensor:
+    """The rows (along `dim`) of all processes, in their order; on processes other than `at`, if it is given, their own."""
     import torch
 
     found = gather(tensor, at) if _here.size > 1 else []
-    return torch.cat(found) if found else tensor
+    return torch.cat(found, dim) if found else tensor
 
 
 def told(value: T | None, by: int = 0) -> T:

@@ -15,11 +15,11 @@ from bakron.models import load as models
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from bakron.config import Recipe
     from bakron.hessian import Estimator
     from bakron.kron import Kron
+    from bakron.models.linears import Linear as LinearView
     from bakron.pipeline import Rounded
 
 Progress = Callable[[str, int, int], None]
@@ -47,11 +47,12 @@ def certify_run(
         DataError: The calibration text is not the run's.
         BakronError: Whatever making the Hessians can raise.
     """
+    from bakron.export import differing
     from bakron.pipeline import Clock
     from bakron.pipeline import run as walk_blocks
 
     target = Path(run).expanduser()
-    summary, events = _read(target)
+    summary, events = read_records(target)
     recipe = config.load(target / rundir.FOLDER / "recipe.yaml").resolve()
     if recipe.refit or recipe.polish:
         raise OutputError(
@@ -73,7 +74,7 @@ def certify_run(
             job.walk,
             # what was chosen for each linear is in the events; the sequences to choose by stay out of the factors all the same
             recipe.model_copy(update={"gate": False, "damp_a": 0.0, "damp_b": 0.0} if recipe.chooses else {}),
-            dtype=job.dtype,
+            dtype=job.scale_dtype,
             clock=Clock(),
             ids=job.used,
             estimator=estimator,
@@ -90,7 +91,7 @@ def certify_run(
         "violations": sum(event["violations"] for event in found.values()),
         "max_gap": found[worst]["max_gap"],
         "worst": worst,
-        "differing": _differing(target, job, stored),
+        "differing": differing(target, recipe.format, recipe.gguf_type, job.content(target)),
     }
 
 
@@ -99,9 +100,9 @@ class _Recheck:
 
     def __init__(self, job: Job, stored: StoredCodes, events: dict[str, dict[str, Any]], estimator: Estimator | None) -> None:
         self.job, self.stored, self.events, self.estimator = job, stored, events, estimator
-        self.places = {f"{job.walk.prefix(i)}.{name}": (i, name) for i in range(len(job.walk)) for name in job.walk.layout.linears}
+        self.places = {f"{job.walk.prefix(i)}.{name}": (i, name) for i in range(len(job.walk)) for name in job.walk.chosen(i)}
 
-    def __call__(self, linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
+    def __call__(self, linear: LinearView, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
         import torch
 
         from bakron.kron import Kron
@@ -136,34 +137,7 @@ def _same_inputs(job: Job, summary: dict[str, Any]) -> None:
         raise DataError(f"the calibration text {job.recipe.data} has changed since the run", "the same text")
 
 
-def _differing(target: Path, job: Job, stored: StoredCodes) -> list[str]:
-    """Linears whose tensors in the checkpoint's files are not what their codes encode to."""
-    import torch
-    from safetensors import safe_open
-
-    from bakron.export import FORMATS, Linear
-
-    where = {}
-    for file in sorted(target.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            where |= dict.fromkeys(opened.keys(), file)
-    differing = []
-    for i in range(len(job.walk)):
-        for name in job.walk.layout.linears:
-            module = f"{job.walk.prefix(i)}.{name}"
-            expected = FORMATS[job.recipe.format].encode(module, Linear(*stored.linear(i, name)), job.dtype)
-            for key, tensor in expected.items():
-                if key not in where:
-                    differing.append(module)
-                    break
-                with safe_open(where[key], "pt") as opened:
-                    if not torch.equal(opened.get_tensor(key), tensor):
-                        differing.append(module)
-                        break
-    return differing
-
-
-def _read(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def read_records(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Summary and events by linear of a finished run."""
     folder = target / rundir.FOLDER
     if not (folder / "summary.json").is_file():

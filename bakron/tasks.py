@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +26,7 @@ def check(tasks: Sequence[str], folder: str | Path | None = None) -> list[str]:
     Raises:
         RecipeError: lm-eval is not installed, the folder does not exist, or a name fits no task.
     """
-    manager = _manager(folder)
-    names = []
-    for task in tasks:
-        found = manager.match_tasks([task])
-        if not found:
-            raise RecipeError(
-                f"task {task!r}", "a task of lm-evaluation-harness", "`lm-eval ls tasks` lists them; --task-folder adds your own"
-            )
-        names += found
-    return list(dict.fromkeys(names))
+    return _resolve(tuple(tasks), folder)[0]
 
 
 def run(
@@ -65,7 +57,7 @@ def run(
         RecipeError: As `check`.
         DataError: A task's data set cannot be loaded; without a network, tasks over local files still can.
     """
-    names = check(tasks, folder)
+    names, manager = _resolve(tuple(tasks), folder)
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -74,7 +66,7 @@ def run(
         found = simple_evaluate(
             adapter,
             tasks=names,
-            task_manager=_manager(folder),
+            task_manager=manager,
             limit=limit,
             log_samples=False,
             bootstrap_iters=0,
@@ -96,11 +88,22 @@ def _metrics(values: dict[str, Any]) -> dict[str, float]:
     return {key.removesuffix(",none"): float(value) for key, value in numbers.items()}
 
 
-def _manager(folder: str | Path | None) -> Any:
+@lru_cache(maxsize=1)
+def _resolve(tasks: tuple[str, ...], folder: str | Path | None) -> tuple[list[str], Any]:
+    """Names and the index they are in. Indexing the harness's own tasks takes seconds, and is left out where the folder has all that is asked for."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise RecipeError("--tasks without the package lm-eval", None, "pip install 'bakron[eval]'") from error
     if folder is not None and not Path(folder).is_dir():
         raise RecipeError(f"task folder {folder} does not exist", "a directory of task files")
-    return TaskManager(include_path=None if folder is None else str(folder))
+    missing = list(tasks)
+    for defaults in (True,) if folder is None else (False, True):
+        manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=defaults)
+        found = {task: manager.match_tasks([task]) for task in tasks}
+        missing = [task for task, names in found.items() if not names]
+        if not missing:
+            return list(dict.fromkeys(name for names in found.values() for name in names)), manager
+    raise RecipeError(
+        f"task {missing[0]!r}", "a task of lm-evaluation-harness", "`lm-eval ls tasks` lists them; --task-folder adds your own"
+    )

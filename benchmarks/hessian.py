@@ -3,6 +3,10 @@
     python benchmarks/hessian.py --calibration valid.txt --evaluation test.txt --scratch DIR [--rows "input;backprop mixed, B 1.0"] [--seeds 0,1,2]
 
 One seed by default; give the rows that matter more of them. Rows already in the results file are skipped.
+
+    python benchmarks/hessian.py --profile [--json FILE]
+
+times the sums behind A and B against plain matrix products of the same flops instead.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import accumulation
 import quality
 from machine import RESULTS
 
@@ -37,6 +42,10 @@ def rows() -> dict[str, dict[str, Any]]:
     found["clip 0.99"] = default | {"clip": 0.99}
     found["first token left out"] = default | {"skip_first": True}
     found["gate"] = default | {"gate": True}
+    found["damping of B chosen"] = default | {"damp_b": "auto"}
+    found["4 labels a token"] = default | {"samples": 4}
+    found["min-pivot order"] = default | {"order": "min-pivot"}
+    found["refit and polish"] = default | {"refit": True, "polish": 1}
     for method in ("boa", "yaqa"):
         found[method] = {"method": method}
     return found
@@ -44,6 +53,9 @@ def rows() -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Run the study that the flags ask for and print its table."""
+    if "--profile" in sys.argv:
+        accumulation.main()
+        return
     quality.ROWS, quality.STEPS = rows(), []
     for flag, default in (("--json", str(RESULTS / "hessian.json")), ("--seeds", "0")):
         if not any(argument.split("=")[0] == flag for argument in sys.argv):

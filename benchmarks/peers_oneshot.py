@@ -1,8 +1,8 @@
 """Quantize a model with llm-compressor's `oneshot`, in the peers' environment (`make peers`).
 
-`python peers_oneshot.py MODEL TOKENS OUT BITS GROUP MODIFIER`: MODEL is a Hugging Face directory, TOKENS a safetensors file with `ids [N, T]`, MODIFIER a JSON
-object: `name` (GPTQModifier or BakronModifier) and its arguments. Prints JSON: version, seconds of the call, peak memory of the process in bytes
-by then, and the tokens that the saved model, loaded again by transformers, goes on with.
+`python peers_oneshot.py MODEL TOKENS OUT BITS GROUP MODIFIER [--no-reload]`: MODEL is a Hugging Face directory, TOKENS a safetensors file with `ids [N, T]`,
+MODIFIER a JSON object: `name` (GPTQModifier or BakronModifier) and its arguments. Prints JSON: version, seconds of the call, peak memory of the process in bytes by
+then, and the tokens that the saved model, loaded again by transformers, goes on with.
 """
 
 import json
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main() -> None:
-    model, tokens, out, bits, group, modifier = sys.argv[1:]
+    model, tokens, out, bits, group, modifier, *rest = sys.argv[1:]
     arguments = json.loads(modifier)
     kind = arguments.pop("name")
     if kind == "BakronModifier":
@@ -44,9 +44,10 @@ def main() -> None:
     )
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    reloaded = AutoModelForCausalLM.from_pretrained(out)
-    prompt = ids[:1, :16]
-    new = reloaded.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :].tolist()
+    new = None
+    if rest != ["--no-reload"]:
+        reloaded, prompt = AutoModelForCausalLM.from_pretrained(out), ids[:1, :16]
+        new = reloaded.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :].tolist()
     print(json.dumps({"version": version("llmcompressor"), "seconds": round(seconds, 1), "peak_memory_bytes": peak, "generated": new}))
 
 

@@ -56,7 +56,7 @@ def test_plain_lines_tell_all_figures_and_no_more_often_than_half_a_minute(clock
     figures = "loss 0.500 of nearest rounding's, {} tokens/s through a block, 1.50 GB, peak 2.25 GB"  # the geometric mean of 1/4 and 1
     assert lines == [
         "quantize blocks: 0 of 3, 0 s, 1.50 GB, peak 2.25 GB",
-        "quantize blocks: 1 of 3, 40 s, " + figures.format(25),
+        "quantize blocks: 1 of 3, 40 s, about 80 s left, " + figures.format(25),
         "quantize blocks: 2 of 3, 80 s, about 40 s left, " + figures.format(25),
         "quantize blocks: 3 of 3, 90 s, " + figures.format(33),
     ]
@@ -84,6 +84,16 @@ def test_quiet_shows_nothing(terminal, clock):
         play(display, clock)
         display.log("a line")
     assert shown.file.getvalue() == ""
+
+
+def test_pace_is_that_of_the_steps_seen(clock):
+    shown = console(False)
+    display = Display(console=shown)
+    display.observe({"blocks": 9, "tokens": 1000})
+    display.progress("quantize", 5, 9)  # such as in a run that is gone on with
+    clock[0] += 40
+    display.progress("quantize", 6, 9)
+    assert shown.file.getvalue().splitlines()[-1] == "quantize blocks: 6 of 9, 40 s, about 120 s left, 25 tokens/s through a block"
 
 
 def test_rounding_to_nearest_has_no_loss_to_show(clock):

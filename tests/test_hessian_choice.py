@@ -60,7 +60,7 @@ def random(*shape, seed=0):
 
 def changes_of(*by_sequence):
     """`[N, T]` whose squares sum to the errors given per sequence; enough sequences that none is taken in parts."""
-    return torch.tensor(by_sequence * 2, dtype=torch.float64).sqrt()[:, None].expand(-1, 4) / 2
+    return torch.tensor(by_sequence * 2, dtype=torch.float64).sqrt()[:, None, None].expand(-1, 2, 2) / 2
 
 
 def test_the_first_stays_unless_another_is_better_by_more_than_its_standard_error():
@@ -79,9 +79,9 @@ def test_the_first_stays_unless_another_is_better_by_more_than_its_standard_erro
 
 
 def test_few_sequences_are_taken_in_parts():
-    first, other = random(3, 30, seed=1), random(3, 30, seed=2)
+    first, other = random(3, 1, 30, seed=1), random(3, 1, 30, seed=2)
     gain = torch.cat(
-        [(first.square() - other.square())[s, part] for s in range(3) for part in (slice(0, 10), slice(10, 20), slice(20, 30))]
+        [(first.square() - other.square())[s, 0, part] for s in range(3) for part in (slice(0, 10), slice(10, 20), slice(20, 30))]
     )
     gain = gain.view(9, 10).sum(1)
     margin = choose({"first": first, "other": other})["margins"]["other"]
@@ -89,9 +89,9 @@ def test_few_sequences_are_taken_in_parts():
 
 
 def test_errors_of_sequences_have_the_terms_between_tokens():
-    together, against = torch.ones(3, 4, dtype=torch.float64), torch.tensor([1.0, -1, 1, -1], dtype=torch.float64).expand(3, 4)
+    together, against = torch.ones(3, 2, 4, dtype=torch.float64), torch.tensor([1.0, -1, 1, -1], dtype=torch.float64).expand(3, 2, 4)
     found = choose({"together": together, "against": against})
-    assert found["errors"] == {"together": 12, "against": 12} and found["sequence_errors"] == {"together": 48, "against": 0}
+    assert found["errors"] == {"together": 24, "against": 24} and found["sequence_errors"] == {"together": 96, "against": 0}
     assert found["chosen"] == "together" and found["margins"] == {"against": 0}
 
 
@@ -134,7 +134,7 @@ def test_damping_of_b_follows_how_much_of_it_holds_on_other_tokens(tokens_of_b, 
     tried = candidates(Kron(x.T @ x, g.T @ g), None, recipe)
 
     def harm(E):
-        return torch.einsum("sti,ij,stj->st", held_g, E.double(), held_x)
+        return torch.einsum("sti,ij,stj->st", held_g, E.double(), held_x)[:, None]
 
     event = pipeline.round_best(linear, tried, recipe, torch.float32, "w", harm).event
     assert event["gate"]["damp_b"] in expected, event["gate"]
@@ -215,8 +215,9 @@ def test_alignment_is_the_cosine_of_the_hessian_of_tokens_held_out(tmp_path):
     estimator = BackpropEstimator(walk, ids, tmp_path, seed=SEED, held=2, skip=1)
     krons = estimator.block(1, walk.apply(0, walk.embed(ids)[:3]))
     heldout = estimator.heldout(1)
+    assert estimator.unweighted == {}  # only the gate has a use for it
     for name in ("self_attn.v_proj", "mlp.down_proj"):
-        x, g = (torch.cat([pair[side].flatten(0, 1) for pair in heldout._streams[name]]).double() for side in (0, 1))
+        x, g = (z.double() for z in heldout.tokens(name))
         assert len(x) == 18
         V = torch.einsum("ti,tj->tji", g, x).flatten(1)  # column-major vec of g x^T
         H = V.T @ V

@@ -12,7 +12,6 @@ import bakron
 from bakron import config, data, pipeline
 from bakron.config import Recipe
 from bakron.errors import BakronError, DataError, FactorError, ModelError, OutputError, RecipeError
-from bakron.export import FORMATS
 from bakron.grids import UniformGrid, code_range
 from bakron.hessian import FACTORS, BackpropEstimator, Candidate, InputEstimator, backprop
 from bakron.kron import Kron
@@ -44,7 +43,7 @@ def quantize(place, tmp_path):
         if recipe.get("method") != "rtn" and "recipe" not in recipe:
             recipe = {"sequences": 4, "length": 32, "data": str(place / "text.txt")} | recipe
         if "recipe" not in recipe:
-            recipe = {"group_size": 32} | ({"levels": 7} if "bits" not in recipe else {}) | recipe
+            recipe = {"group_size": 32, "verify": False} | ({"levels": 7} if "bits" not in recipe else {}) | recipe
         summary = bakron.quantize(model, out, **recipe)
         return Run(out, summary)
 
@@ -236,6 +235,7 @@ CHOICES = {
     "hessian": [dict(method="gptq", hessian="backprop"), dict(hessian="fully-local")],
     "factor": [dict(factor=name) for name in ("kfac", "shampoo", "shampoo:2", "sequence", "kl")],
     "labels": [dict(labels="empirical")],
+    "samples": [dict(samples=2)],
     "clip": [dict(clip=0.8)],
     "skip_first": [dict(skip_first=True)],
     "levels": [dict(levels=15)],
@@ -255,7 +255,12 @@ CHOICES = {
     "data": [dict(data="other.txt"), dict(data="builtin")],
 }
 NO_EFFECT_ON_CODES = {
+    "include",
+    "exclude",
+    "on_failure",
     "format",
+    "gguf_type",
+    "verify",
     "dtype",
     "batch",
     "device",
@@ -293,7 +298,7 @@ def test_bits_are_short_for_levels(change, quantize):
     assert quantize(**change).weights == quantize(bits=3).weights
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["compressed-tensors", "packed", "dense"])  # the others have scales of their own
 def test_format_changes_the_file_and_not_the_codes(format, quantize):
     base, other = quantize(), quantize(format=format)
     assert same(base.tensors, other.tensors)
@@ -409,7 +414,9 @@ def test_gated_linear_is_the_chosen_candidates_own_result():
         linear.weight.copy_(W)
         alone = pipeline.round_linear(linear, tried[best].kron, recipe, torch.float32, "w").values
         linear.weight.copy_(W)
-        rounded = pipeline.round_best(linear, tried, recipe, torch.float32, "w", lambda E, alone=alone: (E + W - alone).norm().expand(3, 2))
+        rounded = pipeline.round_best(
+            linear, tried, recipe, torch.float32, "w", lambda E, alone=alone: (E + W - alone).norm().expand(3, 1, 4)
+        )
         assert rounded.event["gate"]["chosen"] == best
         assert torch.equal(rounded.values, alone) and torch.equal(linear.weight, alone)
 
@@ -556,18 +563,13 @@ def overflow(model):
     model.model.layers[0].mlp.gate_proj.weight *= 1e20
 
 
-@pytest.mark.parametrize(
-    "method, error, named",
-    [
-        ("gptq", FactorError, "inputs of model.layers.0.mlp.down_proj: "),
-        ("bakron", ModelError, "the activations that leave model.layers.0 are not finite"),
-    ],
-)
-def test_activations_that_overflow_name_the_place(method, error, named, quantize, place, tmp_path):
+@pytest.mark.parametrize("method", ["gptq", "bakron"])
+def test_activations_that_overflow_name_module_and_sequence(method, quantize, place, tmp_path):
     path = changed_model(place, tmp_path / "model", overflow)
-    with pytest.raises(error) as caught:
+    with pytest.raises(ModelError) as caught:
         quantize(path, method=method)
-    assert named in str(caught.value) and "damping" not in str(caught.value).lower().replace("damping cannot cure this", "")
+    assert str(caught.value).startswith("activations are not finite, first at model.layers.0.mlp.")
+    assert " in sequence 0; expected finite activations." in str(caught.value)
 
 
 def dead_input(model):

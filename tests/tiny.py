@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-KINDS = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")
+KINDS = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")  # blocks of seven linears, under Llama's names
+OTHERS = ("gemma2", "gemma3", "phi", "gpt2", "qwen3-moe", "mixtral")
+MIXTURES = ("qwen3-moe", "mixtral")
 
 VOCABULARY = ["<unk>", "<s>", "</s>", *string.ascii_lowercase, *string.digits, " ", "\n", *string.punctuation]
 
@@ -33,6 +35,32 @@ def tiny_tokenizer(bos: bool = True) -> Any:
     )
 
 
+def tiny_bpe(cut: str = "gpt-2", size: int = 120) -> Any:
+    """A byte-level BPE tokenizer of `size` tokens that cuts words as GPT-2 or SmolLM ("smollm") do, or one like SentencePiece's ("llama")."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    text = ["the quick brown fox jumps over the lazy dog; 0123456789.", "the man in the moon", "a lazy, lazy fox"] * 20
+    special = ["<unk>", "<s>", "</s>"]
+    if cut == "llama":
+        core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        core.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False))
+        core.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        core = Tokenizer(models.BPE())
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.pre_tokenizer = level if cut == "gpt-2" else pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
+        core.decoder = decoders.ByteLevel()
+        core.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False))
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=128)
+    made.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return made
+
+
 def tiny_config(kind: str, **changes: Any) -> Any:
     """Configuration of a tiny model: 2 blocks, width 64, 4 heads on 2 key-value heads, 128 tokens of vocabulary; `changes` win."""
     import transformers
@@ -52,13 +80,31 @@ def tiny_config(kind: str, **changes: Any) -> Any:
         tie_word_embeddings=False,
         dtype="float32",
     )
+    mixed = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 24, "tie_word_embeddings": True}
+    two_bases = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    }
     name, own = {
         "llama": ("LlamaConfig", {}),
         "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
         "mistral": ("MistralConfig", {"sliding_window": 8}),
         "qwen2": ("Qwen2Config", {}),
         "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+        # Sliding blocks and full ones, caps near the sizes of scores and logits, so that they bend them.
+        "gemma2": ("Gemma2Config", {**mixed, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 32}),
+        "gemma3": ("Gemma3TextConfig", {**mixed, "rope_parameters": two_bases, "query_pre_attn_scalar": 32}),
+        "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),
+        "gpt2": ("GPT2Config", {"n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": True}),
+        # Block 1 has no experts.
+        "qwen3-moe": (
+            "Qwen3MoeConfig",
+            {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1], "head_dim": 16},
+        ),
+        "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     }[kind]
+    if kind == "gpt2":
+        del shape["intermediate_size"]  # n_inner is its name there
     return getattr(transformers, name)(**{**shape, **own, **changes})
 
 
@@ -69,6 +115,8 @@ def tiny_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32)
+        if kind in MIXTURES:
+            model.set_experts_implementation("eager")  # the only one that computes in float64
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(".bias"):
@@ -78,8 +126,8 @@ def tiny_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     return model.eval()
 
 
-def save_tiny(path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | None = None, **changes: Any) -> Path:
-    """Write a tiny model, its tokenizer and its generation config to a directory, as a user would have it on disk.
+def save_tiny(path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | None = None, tokenizer: Any = None, **changes: Any) -> Path:
+    """Write a tiny model, its tokenizer (default: `tiny_tokenizer`) and its generation config to a directory, as a user would have it on disk.
 
     `AutoTokenizer` reads the tokenizer of a `qwen2` directory as a byte-level one, which knows neither blank nor newline; it still works.
     """
@@ -88,7 +136,7 @@ def save_tiny(path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | N
         model = model.to(dtype)
         model.config.dtype = dtype
     model.save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
+    (tokenizer or tiny_tokenizer()).save_pretrained(path)
     return Path(path)
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from bakron import rundir
-from bakron.errors import OutputError
-from bakron.grids import UniformGrid
+from bakron.errors import OutputError, RecipeError
+from bakron.grids import OffsetGrid, UniformGrid
+from bakron.models.layout import layout_of
 from bakron.models.weights import Weights, tied_names
 
 if TYPE_CHECKING:
@@ -40,6 +41,37 @@ class Linear:
 
 
 Encode = Callable[[str, Linear, torch.dtype], dict[str, Tensor]]
+
+
+def held_scale(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A scale in the dtype that a format stores it in.
+
+    Raises:
+        RecipeError: It would have to be rounded, and the codes would no longer be those of their grid.
+    """
+    stored = scale.to(dtype)
+    if not torch.equal(stored.to(scale.dtype), scale):
+        kind, own = (str(which).removeprefix("torch.") for which in (dtype, scale.dtype))
+        raise RecipeError(f"scales of {module} that {kind} cannot hold (they are {own})", do="Quantize again with this --format")
+    return stored
+
+
+def check_codes(module: str, linear: Linear, offsets: bool = False) -> None:
+    """Refuse codes that are not on their grid, which would spill over into their neighbours' bits, and offsets where a format has no place for them.
+
+    Raises:
+        OutputError: The largest or smallest such code is named.
+        RecipeError: The grid has offsets, and `offsets` is not set; or the other way round.
+    """
+    if isinstance(linear.grid, OffsetGrid) != offsets:
+        raise RecipeError(f"levels of {module} {'with' if not offsets else 'without'} offsets", do="Quantize again with this --format")
+    low, high = int(linear.codes.min()), int(linear.codes.max())
+    if low < linear.grid.low or high > linear.grid.high:
+        wrong = low if low < linear.grid.low else high
+        raise OutputError(f"a code {wrong} of {module}", f"codes from {linear.grid.low} to {linear.grid.high}", "The run is damaged")
+    zero = linear.grid.zero
+    if zero is not None and bool(((zero < linear.grid.low) | (zero > linear.grid.high)).any()):
+        raise OutputError(f"a zero point of {module} outside its codes", f"{linear.grid.low} to {linear.grid.high}", "The run is damaged")
 
 
 def write_checkpoint(
@@ -69,16 +101,17 @@ def write_checkpoint(
     Raises:
         OutputError: A file cannot be written.
     """
+    rename = layout_of(model.config.model_type).stored_name
     plan = shards(_parts(model, weights, dtype, linears, encode))
     where = {}
     for file, parts in plan.items():
-        shapes = {name: one for part in parts.values() for name, one in part.items()}
+        shapes = _shapes(parts, rename)
         where |= dict.fromkeys(shapes, file)
-        tensors = (pair for module in parts for pair in _tensors(module, weights, dtype, linears, encode))
+        tensors = ((rename(name), one) for module in parts for name, one in _tensors(module, weights, dtype, linears, encode))
         rundir.stream_tensors(out / file, shapes, tensors, {"format": "pt"})
     if len(plan) > 1:
-        sizes = sum(_size(one) for parts in plan.values() for part in parts.values() for one in part.values())
-        index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(where.items()))}
+        total = sum(_size(one) for parts in plan.values() for part in parts.values() for one in part.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         rundir.write_text(out / "model.safetensors.index.json", json.dumps(index, indent=1))
     _write_companions(out, model, tokenizer, source)
     config = copy.deepcopy(model.config)
@@ -88,6 +121,19 @@ def write_checkpoint(
     if quantization is not None:
         config.quantization_config = quantization
     rundir.write_text(out / "config.json", config.to_json_string(use_diff=True))
+
+
+def sizes(
+    model: PreTrainedModel, weights: Weights, dtype: torch.dtype, linears: Mapping[str, Callable[[], Linear]], encode: Encode
+) -> dict[str, int]:
+    """Bytes of every weight file that `write_checkpoint` makes of the same arguments; one linear of each shape is encoded to know."""
+    rename = layout_of(model.config.model_type).stored_name
+    plan = shards(_parts(model, weights, dtype, linears, encode))
+    return {file: rundir.tensors_size(_shapes(parts, rename), {"format": "pt"}) for file, parts in plan.items()}
+
+
+def _shapes(parts: Mapping[str, Shapes], rename: Callable[[str], str]) -> Shapes:
+    return {rename(name): one for part in parts.values() for name, one in part.items()}
 
 
 def shards(parts: Mapping[str, Shapes]) -> dict[str, dict[str, Shapes]]:

@@ -23,6 +23,7 @@ from bakron.hessian.heldout import Heldout
 from bakron.hessian.input import input_factors, input_moments, input_outliers
 from bakron.hessian.outliers import outliers
 from bakron.kron import Factor, Kron
+from bakron.models.linears import Routed
 from bakron.models.walk import Walk
 
 MANIFEST = "manifest.json"
@@ -39,16 +40,18 @@ class BackpropEstimator:
         seed: Of the sampled labels.
         fingerprint: Identifies the model's weights.
         labels: "sampled" or "empirical".
+        samples: Labels sampled a token, each with a backward pass of its own: less noise in B and in the weights of A.
         clip: Quantile of the weights in A and of those in B above which they are lowered to it; None clips nothing.
         skip: First tokens of each sequence that count neither in A nor in B.
         held: Last sequences that count in neither either: `heldout` measures errors on their gradients.
+        gate: Also make `unweighted`.
         dtype: Of products and sums, float32 or float64.
         boundary_memory: Bytes for block inputs and gradients between blocks; None keeps every block's input. Less memory costs more forward passes, and
             changes nothing else.
         progress: Called with (stage, done, total).
 
     Attributes:
-        unweighted: A of the last block with every token counted once, per linear; only with sequences held out, and where A is weighted.
+        unweighted: A of the last block with every token counted once, per linear; only with `gate`, and where A is weighted.
         passes: What the gradient pass did: runs of single blocks `forward` and `backward`, `kept` block inputs at most and their `bytes` with all that was in
             flight; None if a stored one is reused.
 
@@ -67,15 +70,17 @@ class BackpropEstimator:
         seed: int = 0,
         fingerprint: str = "",
         labels: str = "sampled",
+        samples: int = 1,
         clip: float | None = None,
         skip: int = 0,
         held: int = 0,
+        gate: bool = False,
         dtype: torch.dtype = torch.float32,
         boundary_memory: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.walk, self.store, self.weighting = walk, store, weighting(factor)
-        self.clip, self.skip, self.held, self.dtype = clip, skip, held, dtype
+        self.clip, self.skip, self.gate, self.dtype = clip, skip, gate, dtype
         self.unweighted: dict[str, Factor] = {}
         self.tokens: dict[str, int] = {}
         self.effective: dict[str, dict[str, float]] = {}
@@ -87,6 +92,7 @@ class BackpropEstimator:
             "seed": seed,
             **self.weighting.b_key,
             "labels": labels,
+            "samples": samples,
             "clip": clip if self.weighting.b_by_input else None,
             "skip": skip,
             "held": held,
@@ -102,11 +108,12 @@ class BackpropEstimator:
                 seed=seed,
                 weighting=self.weighting,
                 labels=labels,
+                samples=samples,
                 clip=clip,
                 skip=skip,
                 held=held,
                 dtype=dtype,
-                slots=slots_in(walk, ids[rows_here(len(ids), held)], boundary_memory),
+                slots=slots_in(walk, ids[rows_here(len(ids), held)], boundary_memory, samples),
                 key=json.dumps(key, sort_keys=True),
                 progress=progress or (lambda *_: None),
             )
@@ -129,16 +136,17 @@ class BackpropEstimator:
         try:
             B = {name: Factor(unpack(stored[f"{name}.B"], linear.out_features)) for name, linear in mine.items()}
             of_b = {name: float(stored[f"{name}.effective"]) for name in mine}
+            reached = {name: int(stored[f"{name}.tokens"]) for name, linear in mine.items() if isinstance(linear, Routed)}
             large = {name: outliers(stored[f"{name}.sizes"][..., self.skip :], self.skip) for name in mine}
         except (KeyError, ValueError, RuntimeError) as error:
             raise RecipeError(
                 f"{block_file(self.store, i)} is damaged: {error}", "a file of a finished gradient pass", f"Remove {self.store}"
             ) from error
-        if self.held and self.weighting.a_by_gradient:
+        if self.gate and self.weighting.a_by_gradient:
             self.unweighted = input_factors(self.walk, i, input_moments(self.walk, i, inputs, {}, skip=self.skip, dtype=self.dtype))
         self.outliers = {name: {"b": one} if one else {} for name, one in large.items()}
         if self.weighting.by_sequence:
-            self.tokens = {name: len(stored[f"{name}.sizes"]) * (length - self.skip) for name in mine}
+            self.tokens = {name: reached.get(name, len(stored[f"{name}.sizes"]) * (length - self.skip)) for name in mine}
             self.effective = {name: {"a": one, "b": one} for name, one in of_b.items()}
             return {name: Kron(Factor(unpack(stored[f"{name}.A"], linear.in_features)), B[name]) for name, linear in mine.items()}
         weights = {}
@@ -149,7 +157,7 @@ class BackpropEstimator:
                 if self.clip is not None:
                     weights[name] = weights[name].clamp_max(quantile(of_all[:, self.skip :], self.clip))
         grams = input_moments(self.walk, i, inputs, weights, skip=self.skip, dtype=self.dtype)
-        self.tokens = {name: gram.tokens for name, gram in grams.items()}
+        self.tokens = {name: min(gram.tokens, reached.get(name, gram.tokens)) for name, gram in grams.items()}
         self.effective = {name: {"a": gram.effective, "b": of_b[name]} for name, gram in grams.items()}
         self.outliers = {name: one | self.outliers[name] for name, one in input_outliers(grams, self.skip).items()}
         A = input_factors(self.walk, i, grams)

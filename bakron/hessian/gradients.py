@@ -2,7 +2,7 @@
 
 Labels are sampled from the model's softmax, one per token (the true Fisher, which is the Hessian of the KL divergence at the original weights), or are the text's
 own next tokens (`empirical`: another matrix, in which mispredicted tokens weigh most; the last token of a sequence has none and no loss). Losses are summed, not
-averaged, so that every token's gradient is its own.
+averaged, so that every token's gradient is its own. With several labels a token, each is taken through the blocks by itself, on one forward run.
 
 Outliers: tokens (by `sequence`: sequences) whose weight in A or B is above a quantile of the weights can be clipped to it, and the first tokens of a sequence,
 where models like to put an attention sink, can be left out of both A and B.
@@ -25,31 +25,27 @@ import torch
 from torch import Tensor, nn
 
 from bakron import ranks, rundir
-from bakron.errors import ModelError, OutputError, RecipeError
+from bakron.errors import ModelError, RecipeError
 from bakron.hessian import schedule
 from bakron.hessian.factor import Step, Weighting, pack
 from bakron.hessian.input import refuse_second_use
+from bakron.hessian.unfinished import block_file, forget_left, keep_left, left, rows_here
+from bakron.models.linears import Routed, in_place
 from bakron.models.walk import Walk
 
 Progress = Callable[[str, int, int], None]
 HEAD_TOKENS = 128  # tokens whose logits are alive at a time: a buffer small enough for allocators to recycle
-LEFT = "left_{}_{}.safetensors"  # in the store, while a pass is under way: the gradient at which it goes on, by units left and process
-IN_FLIGHT = 3  # tensors as large as a block's input beside those kept: what enters and leaves the block that runs, and the gradient
+IN_FLIGHT = 2  # tensors as large as a block's input beside those kept and the gradients: what enters and leaves the block that runs
 
 
-def rows_here(sequences: int, held: int, place: ranks.Place | None = None) -> Tensor:
-    """Which of all sequences fall to a process, this one by default: its share of those that count, then its share of those held out."""
-    used = sequences - held
-    return torch.cat([torch.arange(used)[ranks.share(used, place)], used + torch.arange(held)[ranks.share(held, place)]])
-
-
-def slots_in(walk: Walk, ids: Tensor, memory: int | None) -> int:
+def slots_in(walk: Walk, ids: Tensor, memory: int | None, samples: int = 1) -> int:
     """How many block inputs a budget keeps.
 
     Args:
         walk: The model.
         ids: Tokens `[N, T]`.
         memory: Bytes; None for all.
+        samples: Labels a token, each with a gradient of its own.
 
     Returns:
         At least what recursive halving needs, at most one a block and one for the head.
@@ -61,14 +57,14 @@ def slots_in(walk: Walk, ids: Tensor, memory: int | None) -> int:
     if memory is None:
         return units
     one = boundary_bytes(walk, ids)
-    needed = (schedule.fewest_slots(units) + IN_FLIGHT) * one
+    needed = (schedule.fewest_slots(units) + IN_FLIGHT + samples) * one
     if memory < needed:
         raise RecipeError(
             f"boundary_memory of {memory:,} bytes for {ids.numel():,} tokens through {len(walk)} blocks",
             f"at least {needed:,} bytes",
             "Give more, or use fewer tokens",
         )
-    return min(memory // one - IN_FLIGHT, units)
+    return min(memory // one - IN_FLIGHT - samples, units)
 
 
 def boundary_bytes(walk: Walk, ids: Tensor) -> int:
@@ -85,6 +81,7 @@ def gradient_pass(
     seed: int,
     weighting: Weighting,
     labels: str = "sampled",
+    samples: int = 1,
     clip: float | None = None,
     skip: int = 0,
     held: int = 0,
@@ -102,6 +99,7 @@ def gradient_pass(
         seed: Of the labels.
         weighting: The factorisation.
         labels: "sampled" or "empirical".
+        samples: Labels a token.
         clip: Quantile of weights, or None.
         skip: First tokens of each sequence that do not count.
         held: Last sequences that are kept out of all sums, and whose block inputs and gradients are stored instead.
@@ -118,7 +116,7 @@ def gradient_pass(
     """
     sequences, rows = len(ids), rows_here(len(ids), held)
     ids, used = ids[rows], len(rows) - len(range(held)[ranks.share(held)])
-    units, gradient = _left(walk, store, key, sequences, held)
+    units, gradient = left(walk, store, key, sequences, held)
     if units == 0:
         return {"forward": 0, "backward": 0, "kept": 0, "bytes": 0}
     slots = units if slots is None else min(slots, units)
@@ -129,7 +127,9 @@ def gradient_pass(
         outputs = walk.apply(i, inputs)
         if not bool(torch.isfinite(outputs).all()):
             raise ModelError(
-                f"the activations that leave {walk.prefix(i)} are not finite", "finite activations", "Check the model on this text first"
+                f"activations are not finite, first at {walk.first_bad(i, inputs)}",
+                "finite activations",
+                "Check the model on this text first",
             )
         done[0] += 1
         progress("forward", done[0], total)
@@ -138,89 +138,34 @@ def gradient_pass(
     def visit(i: int, inputs: Tensor) -> None:
         nonlocal gradient
         if i == len(walk):
-            gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None, rows)
-            _keep_left(store, key, i, gradient)
+            gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None, samples, rows)
+            keep_left(store, key, i, gradient)
             return
-        tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:used], weighting, clip=clip, skip=skip, dtype=dtype)
+        tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:, :used], weighting, clip=clip, skip=skip, dtype=dtype)
         if held:
-            tensors |= {"heldout.inputs": ranks.joined(inputs[used:], 0), "heldout.gradient": ranks.joined(gradient[used:], 0)}
+            tensors |= {"heldout.inputs": ranks.joined(inputs[used:], 0), "heldout.gradient": ranks.joined(gradient[:, used:], 0, dim=1)}
             whole = walk.room.empty_like(gradient)
-            whole[:used], whole[used:] = at_input, block_gradients(walk, i, inputs[used:], gradient[used:], lambda *_: None)
+            whole[:, :used], whole[:, used:] = at_input, block_gradients(walk, i, inputs[used:], gradient[:, used:], lambda *_: None)
             at_input = whole
         gradient = at_input
         if ranks.first():
             rundir.write_tensors(block_file(store, i), tensors)
-        _keep_left(store, key, i, gradient)
+        keep_left(store, key, i, gradient)
         done[1] += 1
         progress("backward", done[1], len(walk))
 
     _, kept = schedule.reverse(units, slots, walk.embed(ids), forward, visit)
     if ranks.first():
-        _forget_left(store, but=-1)
+        forget_left(store)
     return {
         **{way: walk.runs[way] - before[way] for way in walk.runs},
         "kept": kept,
-        "bytes": (kept + IN_FLIGHT) * boundary_bytes(walk, ids),
+        "bytes": (kept + IN_FLIGHT + samples) * boundary_bytes(walk, ids),
     }
 
 
-def _left(walk: Walk, store: Path, key: str, sequences: int, held: int) -> tuple[int, Tensor]:
-    """How many units a pass that was cut short has still to visit, the head being the last, and the gradient at the output of the last of them.
-
-    Each process of that pass, however many there were, kept the gradient of its own sequences; this is that of the sequences of this process.
-    """
-    units, processes = ranks.by_first(lambda: _last_left(walk, store, key))
-    rows, gradient = rows_here(sequences, held), torch.empty(0)
-    for number in range(processes):
-        there = rows_here(sequences, held, ranks.Place(number, processes))
-        wanted = torch.isin(rows, there)
-        if bool(wanted.any()):
-            part = rundir.read_tensors(_left_file(store, units, number))["gradient"]
-            gradient = gradient if gradient.numel() else walk.room.empty((len(rows), *part.shape[1:]), part.dtype)
-            gradient[wanted] = part[torch.searchsorted(there, rows[wanted])]
-    return units, gradient
-
-
-def _last_left(walk: Walk, store: Path, key: str) -> tuple[int, int]:
-    """Units left at the furthest point that every process of a pass has reached, and how many processes there were; all units and 0 if there is none."""
-    for units in range(len(walk) + 1):
-        processes, number = 1, 0
-        try:
-            while number < processes and all(block_file(store, i).is_file() for i in range(units, len(walk))):
-                file = _left_file(store, units, number)
-                found = rundir.read_metadata(file)
-                processes = int(found["processes"]) if number == 0 else processes
-                if (found["key"], found["processes"]) != (key, str(processes)):
-                    break
-                rundir.read_tensors(file)  # its checksum is right
-                number += 1
-        except (OutputError, KeyError, ValueError):  # none there, or damaged
-            continue
-        if number == processes:
-            return units, processes
-    return len(walk) + 1, 0
-
-
-def _keep_left(store: Path, key: str, units: int, gradient: Tensor) -> None:
-    """Keep what a pass goes on from; that of the units before goes when every process has kept its own."""
-    rundir.write_tensors(_left_file(store, units, ranks.rank()), {"gradient": gradient}, {"key": key, "processes": str(ranks.size())})
-    ranks.meet()
-    if ranks.first():
-        _forget_left(store, units)
-
-
-def _forget_left(store: Path, but: int) -> None:
-    for file in store.glob(LEFT.format("*", "*")):
-        if not file.match(LEFT.format(f"{but:04d}", "*")):
-            file.unlink()
-
-
-def _left_file(store: Path, units: int, number: int) -> Path:
-    return store / LEFT.format(f"{units:04d}", f"{number:04d}")
-
-
 def head_gradient(
-    walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids: Tensor | None = None, rows: Tensor | None = None
+    walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids: Tensor | None = None, samples: int = 1, rows: Tensor | None = None
 ) -> Tensor:
     """Gradient of the summed loss at the output of the last block, with labels sampled from the model or those of the text.
 
@@ -230,42 +175,45 @@ def head_gradient(
         seed: Of the labels.
         progress: Called with (stage, done, total).
         ids: Tokens `[N, T]`, each the label of the one before it; None samples labels.
+        samples: Labels sampled a token, spread evenly over its distribution: each is a fair sample, and together they cover it better than independent ones.
         rows: Which sequences of all these are; None for the first ones. Their labels are what they would be if all were here.
 
     Returns:
-        `[N, T, d]` on the CPU.
+        `[samples, N, T, d]` on the CPU.
     """
     following = None if ids is None else torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1).flatten()
     rows = torch.arange(len(hidden)) if rows is None else rows
     uniform = torch.rand(int(rows.max()) + 1, hidden.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     uniform = uniform[rows].flatten()
     flat = hidden.reshape(-1, hidden.shape[-1])
-    result = walk.room.empty_like(flat)
+    result = walk.room.empty((samples, *flat.shape), flat.dtype)
     with walk.head_resident():
         for start in range(0, len(flat), HEAD_TOKENS):
             x = flat[start : start + HEAD_TOKENS].to(walk.device).requires_grad_()
             with torch.enable_grad():
                 logits = walk.logits(x)
-            slope = torch.softmax(logits.detach().to(torch.promote_types(logits.dtype, torch.float32)), -1)
-            chosen = slice(start, start + len(x))
-            labels = _pick(slope, uniform[chosen]) if following is None else following[chosen].to(slope.device)
-            slope[torch.arange(len(x), device=slope.device), labels] -= 1.0  # d loss / d logits = p - onehot(label)
-            if following is not None:
+            p = torch.softmax(logits.detach().to(torch.promote_types(logits.dtype, torch.float32)), -1)
+            chosen = slice(start, start + len(p))
+            for number in range(samples):
+                labels = draw(p, (uniform[chosen] + number / samples) % 1) if following is None else following[chosen].to(p.device)
+                slope = p.clone()
+                slope[torch.arange(len(x), device=p.device), labels] -= 1.0  # d loss / d logits = p - onehot(label)
                 slope[labels < 0] = 0.0
-            result[start : start + HEAD_TOKENS] = torch.autograd.grad(logits, x, slope.to(logits.dtype))[0].cpu()
+                at_input = torch.autograd.grad(logits, x, slope.to(logits.dtype), retain_graph=number + 1 < samples)[0]
+                result[number, start : start + HEAD_TOKENS] = at_input.cpu()
             progress("head", min(start + HEAD_TOKENS, len(flat)), len(flat))
-    return result.reshape(hidden.shape)
+    return result.reshape(samples, *hidden.shape)
 
 
 def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """One index per row of `[t, vocabulary]`, by inverting the cumulative sum in float64: one uniform number a token, the same on every device."""
-    return _pick(probabilities, torch.rand(len(probabilities), generator=generator, dtype=torch.float64))
+    """One index per row of `[t, vocabulary]`: one uniform number a token, the same on every device."""
+    return draw(probabilities, torch.rand(len(probabilities), generator=generator, dtype=torch.float64))
 
 
-def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The index of each row that a number in [0, 1) falls on."""
+def draw(probabilities: Tensor, u: Tensor) -> Tensor:
+    """One index per row of `[t, vocabulary]`, where its cumulative sum, in float64, passes `u [t]` in [0, 1)."""
     cumulative = probabilities.double().cumsum(-1)
-    index = torch.searchsorted(cumulative, uniform.to(cumulative)[:, None] * cumulative[:, -1:], right=True)
+    index = torch.searchsorted(cumulative, u[:, None].to(probabilities.device) * cumulative[:, -1:], right=True)
     return index.clamp_max(probabilities.shape[1] - 1).flatten()
 
 
@@ -286,24 +234,22 @@ def block_moments(
         walk: The original model.
         i: Block.
         inputs: `[N, T, d]` on the CPU, of this process.
-        gradient: At the block's output, `[N, T, d]` on the CPU.
+        gradient: At the block's output, `[samples, N, T, d]` on the CPU.
         weighting: The factorisation.
         clip: Quantile of weights, or None.
         skip: First tokens of each sequence that do not count.
         dtype: Of products and sums; that of the inputs if it is wider.
 
     Returns:
-        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.sizes`, what tokens (by sequence: sequences) added to its trace,
-        and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence, `name.A`, packed), over the sequences of all processes, on process 0
-        only; and the gradient at the block's input, `[N, T, d]` of this process.
+        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.tokens`, how many tokens have a gradient there, `name.sizes`,
+        what tokens (by sequence: sequences) added to its trace, and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence,
+        `name.A`, packed), over the sequences of all processes and on process 0 only; and the gradient at the block's input, of this process.
 
     Raises:
         ModelError: A gradient is not finite.
     """
     linears = walk.linears(i)
     dtype = torch.promote_types(inputs.dtype, dtype)
-    weights = {name: torch.zeros(inputs.shape[:2], dtype=dtype) for name in linears}
-    sizes = {name: torch.zeros(inputs.shape[: 1 if weighting.by_sequence else 2], dtype=dtype) for name in linears}
     steps: dict[str, Step] = {}
     for k in range(weighting.steps):
         steps = {
@@ -319,34 +265,66 @@ def block_moments(
         }
         if clip is not None and weighting.b_by_input:
             _set_limits(walk, i, inputs, gradient, steps, clip, skip)
-
-        def visit(rows: slice, name: str, x: Tensor, g: Tensor, steps: dict[str, Step] = steps) -> None:
-            a, size = steps[name].add(x[:, skip:], g[:, skip:])
-            if a is None:
-                sizes[name][rows] = size.cpu()
-            else:
-                weights[name][rows, skip:], sizes[name][rows, skip:] = a.cpu(), size.cpu()
-
-        at_input = block_gradients(walk, i, inputs, gradient, visit)
+        weights, sizes, tokens, at_input = _add_all(walk, i, inputs, gradient, steps, skip)
         if bad := [name for name, step in steps.items() if not step.finite]:
             raise ModelError(
-                f"the gradients at {walk.prefix(i)}.{bad[0]} are not finite",
+                f"gradients are not finite, first at {_first_bad(walk, i, inputs, gradient) or f'{walk.prefix(i)}.{bad[0]}'}",
                 "finite gradients",
                 "Use float32 and check the model on this text first",
             )
         for step in steps.values():
             step.collect(at=0 if k + 1 == weighting.steps else None)
     weights, sizes = ({name: ranks.joined(one, 0) for name, one in kind.items()} for kind in (weights, sizes))
+    tokens = {name: ranks.sum_(torch.tensor(count), 0) for name, count in tokens.items()}
     tensors = dict[str, Tensor]()
     for name, step in steps.items() if ranks.first() else ():
         tensors |= {f"{name}.B": pack(step.B.value()), f"{name}.effective": torch.tensor(step.effective, dtype=torch.float64)}
-        tensors[f"{name}.sizes"] = sizes[name]
+        tensors |= {f"{name}.sizes": sizes[name], f"{name}.tokens": tokens[name] // len(gradient)}
         if weighting.by_sequence:
             assert step.A is not None
             tensors[f"{name}.A"] = pack(step.A.value())
         else:
             tensors[f"{name}.gradient"] = weights[name].reshape(-1)
     return tensors, at_input
+
+
+def _add_all(
+    walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], skip: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int], Tensor]:
+    """Add every token to each linear's step.
+
+    Returns:
+        Per linear the tokens' weights in A `[N, T]`, what they added to the trace of B (by sequence `[N]`), and how many had a gradient there, summed over
+        samples; the gradient at the input.
+    """
+    weights = {name: torch.zeros(inputs.shape[:2], dtype=step.B.dtype) for name, step in steps.items()}
+    sizes = {name: weights[name].new_zeros(inputs.shape[: 1 if step.weighting.by_sequence else 2]) for name, step in steps.items()}
+
+    tokens = dict.fromkeys(steps, 0)
+
+    def visit(rows: slice, name: str, x: Tensor, g: Tensor) -> None:
+        tokens[name] += int(g[:, skip:].any(-1).sum())
+        a, size = steps[name].add(x[:, skip:], g[:, skip:])
+        if a is None:
+            sizes[name][rows] += size.cpu()
+        else:
+            sizes[name][rows, skip:] += size.cpu()
+            weights[name][rows, skip:] += a.cpu()
+
+    return weights, sizes, tokens, block_gradients(walk, i, inputs, gradient, visit)
+
+
+def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor) -> str | None:
+    """The linear of block i that is the first, going backward, whose gradient is not finite, in the first sequence where that is so."""
+    found: list[tuple[int, int, str]] = []
+
+    def visit(rows: slice, name: str, _x: Tensor, g: Tensor) -> None:
+        bad = ~torch.isfinite(g).flatten(1).all(1)
+        if bool(bad.any()):
+            found.append((rows.start + int(bad.nonzero()[0]), -list(walk.linears(i)).index(name), name))
+
+    block_gradients(walk, i, inputs, gradient, visit)
+    return f"{walk.prefix(i)}.{min(found)[2]} in sequence {min(found)[0]}{ranks.whose()}" if found else None
 
 
 def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], clip: float, skip: int) -> None:
@@ -372,15 +350,15 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
         walk: The model.
         i: Block.
         inputs: `[N, T, d]` on the CPU.
-        gradient: At the block's output, `[N, T, d]` on the CPU.
-        visit: Called for each batch and linear with (sequences, linear, its inputs `[b, T, n]`, the gradient at its outputs `[b, T, m]`), on the device.
+        gradient: At the block's output, `[samples, N, T, d]` on the CPU.
+        visit: Called for each batch, sample and linear with (sequences, linear, its inputs `[b, T, n]`, the gradient at its outputs `[b, T, m]`), on the device.
 
     Returns:
-        The gradient at the block's input, `[N, T, d]` on the CPU.
+        The gradient at the block's input, `[samples, N, T, d]` on the CPU.
     """
     linears = walk.linears(i)
     result = walk.room.empty_like(gradient)
-    walk.runs["backward"] += 1
+    walk.runs["backward"] += len(gradient)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -398,11 +376,16 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
                 x = batch.detach().requires_grad_()
                 with torch.enable_grad():
                     y = walk.run(i, x)
-                outputs = [seen[name][1] for name in linears]
-                at_input, *at_outputs = torch.autograd.grad(y, [x, *outputs], gradient[rows].to(y))
-                result[rows] = at_input.cpu()
-                for name, g in zip(linears, at_outputs, strict=True):
-                    visit(rows, name, seen[name][0], g)
+                ran = [name for name, linear in linears.items() if name in seen or not isinstance(linear, Routed)]
+                outputs = [seen[name][1] for name in ran]
+                for number, one in enumerate(gradient):
+                    at_input, *at_outputs = torch.autograd.grad(y, [x, *outputs], one[rows].to(y), retain_graph=number + 1 < len(gradient))
+                    result[number, rows] = at_input.cpu()
+                    for name, g in zip(ran, at_outputs, strict=True):
+                        visit(rows, name, in_place(linears[name], seen[name][0], len(batch)), in_place(linears[name], g, len(batch)))
+                    for name in linears.keys() - set(ran):  # experts that no token of the batch reaches
+                        m, n = linears[name].weight.shape
+                        visit(rows, name, y.new_zeros(*y.shape[:2], n), y.new_zeros(*y.shape[:2], m))
                 seen.clear()
     finally:
         for handle in handles:
@@ -411,11 +394,6 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
 
 
 def quantile(values: Tensor, share: float) -> float:
-    """The smallest of the values that at least a share of them do not exceed."""
-    flat = values.flatten()
-    return float(flat.kthvalue(max(1, math.ceil(share * flat.numel()))).values)
-
-
-def block_file(store: Path, i: int) -> Path:
-    """Where the results of block i are kept."""
-    return store / f"block_{i:04d}.safetensors"
+    """The smallest of the positive values that at least a share of them do not exceed; 0 where none is positive, as for tokens that reach no expert."""
+    flat = values[values > 0]
+    return float(flat.kthvalue(max(1, math.ceil(share * flat.numel()))).values) if flat.numel() else 0.0

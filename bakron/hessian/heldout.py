@@ -32,28 +32,48 @@ class Heldout:
         walk: The original model.
         i: Block.
         inputs: What enters it, `[N, T, d]`, of the sequences of this process.
-        gradient: At its output, `[N, T, d]`.
+        gradient: At its output, `[samples, N, T, d]`.
         skip: First tokens of each sequence that do not count.
     """
 
     def __init__(self, walk: Walk, i: int, inputs: Tensor, gradient: Tensor, skip: int = 0) -> None:
-        self._streams: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in walk.linears(i)}
+        self._inputs: dict[str, dict[tuple[int, int], tuple[Tensor, Tensor]]] = {name: {} for name in walk.linears(i)}
+        self._gradients: dict[str, dict[tuple[int, int], list[Tensor]]] = {name: {} for name in walk.linears(i)}
 
-        def visit(_rows: slice, name: str, x: Tensor, g: Tensor) -> None:
-            self._streams[name].append((x[:, skip:].cpu(), g[:, skip:].cpu()))
+        def visit(rows: slice, name: str, x: Tensor, g: Tensor) -> None:
+            counted = x[:, skip:].any(-1)  # not those that do not reach an expert
+            self._inputs[name][0, rows.start] = counted.cpu(), x[:, skip:][counted].cpu()
+            self._gradients[name].setdefault((0, rows.start), []).append(g[:, skip:][counted].cpu())
 
         block_gradients(walk, i, inputs, gradient, visit)
         for name, owner in walk.owners(i).items():
-            self._streams[name] = [one for part in ranks.gather(self._streams[name], owner) for one in part]
+            parts = ranks.gather((self._inputs[name], self._gradients[name]), owner)
+            self._inputs[name] = {(number, start): one for number, (part, _) in enumerate(parts) for (_, start), one in part.items()}
+            self._gradients[name] = {(number, start): one for number, (_, part) in enumerate(parts) for (_, start), one in part.items()}
 
     def changes(self, name: str, E: Tensor) -> Tensor:
-        """What adding `E [m, n]` to the weight of a linear does to each token's loss to first order, `g_t^T E x_t`, float64 `[N, T]`.
+        """What adding `E [m, n]` to the weight of a linear does to each token's loss to first order, `g_t^T E x_t`, float64 `[N, samples, T]`.
 
         Args:
             name: Of the linear within the block.
             E: Values minus weight, on the CPU.
         """
-        return torch.cat([((x @ E.to(x).T) * g).sum(-1).double() for x, g in self._streams[name]])
+        found = []
+        for start, (counted, x) in self._inputs[name].items():
+            one = torch.zeros(len(self._gradients[name][start]), *counted.shape, dtype=torch.float64)
+            for sample, g in enumerate(self._gradients[name][start]):
+                one[sample][counted] = ((x @ E.to(x).T) * g).sum(-1).double()
+            found.append(one.transpose(0, 1))
+        return torch.cat(found)
+
+    def error(self, name: str, E: Tensor) -> float:
+        """`sum_t (g_t^T E x_t)^2` over the tokens held out, for each label sampled; arguments as for `changes`."""
+        return float(self.changes(name, E).square().sum())
+
+    def tokens(self, name: str) -> tuple[Tensor, Tensor]:
+        """Inputs `[t, n]` and gradients `[t, m]` of all tokens held out, once for each label sampled."""
+        pairs = [(x, g) for start, (_, x) in self._inputs[name].items() for g in self._gradients[name][start]]
+        return torch.cat([x for x, _ in pairs]), torch.cat([g for _, g in pairs])
 
     def alignment(self, name: str, kron: Kron) -> dict[str, float]:
         """How well factors fit the tokens held out: the cosine between their Hessian `H = sum_t x_t x_t^T (x) g_t g_t^T` and A (x) B, and A (x) I.
@@ -66,8 +86,7 @@ class Heldout:
             kron: Undamped, with a B.
         """
         assert kron.B is not None
-        x, g = (torch.cat([pair[side].flatten(0, 1) for pair in self._streams[name]]) for side in (0, 1))
-        x, g = (z / z.square().mean().sqrt().clamp_min(torch.finfo(z.dtype).tiny) for z in (x, g))
+        x, g = (z / z.square().mean().sqrt().clamp_min(torch.finfo(z.dtype).tiny) for z in self.tokens(name))
         norm = math.sqrt(
             sum(
                 float(((x[rows] @ x[columns].T) * (g[rows] @ g[columns].T)).double().square().sum())
@@ -127,7 +146,7 @@ def choose(changes: dict[str, Tensor]) -> dict[str, Any]:
     """Which candidate to keep: the one with the least error among those that beat the first one by more than the standard error of the difference, or the first.
 
     Args:
-        changes: Per candidate `[N, T]`, from `Heldout.changes`; N >= 2.
+        changes: Per candidate `[N, samples, T]`, from `Heldout.changes`; N >= 2.
 
     Returns:
         For events.jsonl: `chosen`; `errors`; `margins`, by how many standard errors each other candidate is better than the first; and `sequence_errors`,
@@ -135,7 +154,7 @@ def choose(changes: dict[str, Tensor]) -> dict[str, Any]:
     """
     first, *others = changes
     split = -(-PARTS // len(changes[first]))  # parts of each sequence
-    by_part = {name: torch.cat([part.square().sum(1) for part in one.chunk(split, 1)]) for name, one in changes.items()}
+    by_part = {name: torch.cat([part.square().sum((1, 2)) for part in one.chunk(split, 2)]) for name, one in changes.items()}
     errors = {name: float(one.sum()) for name, one in by_part.items()}
     margins = {}
     for name in others:
@@ -147,5 +166,5 @@ def choose(changes: dict[str, Tensor]) -> dict[str, Any]:
         "chosen": min(better, key=lambda name: errors[name]) if better else first,
         "errors": errors,
         "margins": margins,
-        "sequence_errors": {name: float(one.sum(1).square().sum()) for name, one in changes.items()},
+        "sequence_errors": {name: float(one.sum(-1).square().sum()) for name, one in changes.items()},
     }

@@ -30,6 +30,7 @@ from bakron.grids import SCALES, UniformGrid
 from bakron.hessian.factor import Gram, unpack, weighting
 from bakron.hessian.gradients import block_file, gradient_pass
 from bakron.kron import Kron
+from bakron.models.layout import layout_of
 from bakron.models.walk import Walk
 from bakron.pipeline import damped
 from bakron.solver import solve
@@ -41,11 +42,11 @@ class BakronModifier(GPTQModifier):
     """Two-sided rounding as a modifier of llm-compressor's `oneshot`.
 
     Takes the arguments of `GPTQModifier` that say what is quantized to what (`scheme`, `config_groups`, `targets`, `ignore`, `actorder`, observers); integers of
-    2 to 8 bits by group or channel. `dampening_frac`, `block_size` and `batched_quantization` are of no account. For a `factor` other than None, calibration sequences
-    must be of one length without padding, and come in the same order each time (`oneshot(..., shuffle_calibration_samples=False)`), and the model must be one that
-    `bakron quantize` knows, in host memory.
+    2 to 8 bits by group or channel. `dampening_frac`, `block_size` and `batched_quantization` are of no account. For a `factor` other than None, calibration
+    sequences must be of one length without padding, and come in the same order each time (`oneshot(..., shuffle_calibration_samples=False)`), and the model must
+    be one that `bakron quantize` knows, in host memory.
 
-    Args:
+    Attributes:
         factor: A name in `bakron.FACTORS` but `sequence`; None: A of all tokens alike and B = I, which is GPTQ.
         scale: "observer": the scales of the scheme's observer, as GPTQModifier has them. Otherwise a scale rule of `UniformGrid.fit`, such as "curvature".
         damping: "diagonal" or "mean", see `Kron.damp`.
@@ -135,6 +136,8 @@ class BakronModifier(GPTQModifier):
         device = next(state.model.parameters()).device
         if device.type != "cpu":
             raise ModelError(f"a model on {device}", "one in host memory", "Load it without device_map: oneshot moves one block at a time")
+        if layout_of(state.model.config.model_type).expert_inputs:
+            raise ModelError("a mixture of experts, whose experts llm-compressor takes apart in its own way", "factor None")
         walk = Walk(state.model, ids.shape[1], get_main_device(), self.gradient_batch)
         self._store = tempfile.TemporaryDirectory(prefix="bakron-gradients-")
         store = Path(self._store.name)
