@@ -6,6 +6,7 @@ through nccl; objects always through gloo.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -35,6 +36,7 @@ class Place:
 
 
 _here = Place()
+_joined: bool | None = None  # the processes' connections: not made yet, there, or lost
 
 
 def launched() -> Place:
@@ -59,12 +61,13 @@ def launched() -> Place:
 def started() -> Iterator[None]:
     """Together with the other processes of this run for the time of a with statement, if torchrun started it.
 
+    Connections are made once and last as long as the program, unless an error ends the with statement: then they are cut, so that no process waits in vain.
     In a program that has a process group of its own, this process stays alone.
 
     Raises:
-        ProcessError: Another process was lost on the way.
+        ProcessError: Another process was lost on the way, or in an earlier run of the program.
     """
-    global _here
+    global _here, _joined
     place = launched()
     if place.size == 1 or _here.size > 1:
         yield
@@ -72,18 +75,33 @@ def started() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    if dist.is_initialized() and not _joined:
         yield
         return
-    with _together():
-        gpus = torch.cuda.is_available() and dist.is_nccl_available()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
-    _here = place
+    if _joined is False:
+        raise ProcessError("the processes of this program lost each other in an earlier run", None, "Start them all again")
+    if _joined is None:
+        with _together():
+            gpus = torch.cuda.is_available() and dist.is_nccl_available()
+            dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
+        atexit.register(_part)
+    _here, _joined = place, True
     try:
         with _told_to_stop():
             yield
+    except BaseException:
+        _joined = False
+        _part()
+        raise
     finally:
         _here = Place()
+
+
+def _part() -> None:
+    """Cut the connections, if they are there."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 

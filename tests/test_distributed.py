@@ -46,7 +46,7 @@ WAIT = 280  # seconds, for processes that take a few on a quiet machine
 @pytest.mark.parametrize("n, size", [(0, 3), (2, 3), (7, 3), (8, 2), (5, 5)])
 def test_shares_are_neighbours_and_nearly_equal(n, size):
     shares = [list(range(n))[ranks.share(n, ranks.Place(rank, size))] for rank in range(size)]
-    assert sum(shares, []) == list(range(n))
+    assert [one for each in shares for one in each] == list(range(n))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
@@ -217,10 +217,10 @@ def compare_factors(folder):
                     here, there = (flat(one[linear]) for one in (facts(several), told))
                     assert here == pytest.approx(there, rel=1e-9), (name, linear)
             if gate is not None:
-                together = several.heldout(1)
+                held = several.heldout(1)
                 for linear in mine:
                     E = torch.randn(walk.linears(1)[linear].weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-                    torch.testing.assert_close(together.changes(linear, E), gate.changes(linear, E), rtol=1e-9, atol=1e-12)
+                    torch.testing.assert_close(held.changes(linear, E), gate.changes(linear, E), rtol=1e-9, atol=1e-12)
 
 
 def hidden_states(walk, ids):

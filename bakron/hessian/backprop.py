@@ -167,7 +167,7 @@ class BackpropEstimator:
         """Inputs and gradients of the sequences held out, at block i, which must still have its original weights."""
         stored = rundir.read_tensors(block_file(self.store, i))
         rows = ranks.share(len(stored["heldout.inputs"]))
-        return Heldout(self.walk, i, stored["heldout.inputs"][rows], stored["heldout.gradient"][rows], self.skip)
+        return Heldout(self.walk, i, stored["heldout.inputs"][rows], stored["heldout.gradient"][:, rows], self.skip)
 
 
 def _complete(store: Path, key: dict[str, object], blocks: int) -> bool:
