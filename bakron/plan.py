@@ -7,8 +7,8 @@ hidden states of all tokens; b: tokens of a batch; n, m: inputs and outputs of l
 |----------|---|
 | survey   | the largest tensor, as stored and twice in float32 |
 | embed    | E and X |
-| head     | H, the kept boundaries, 2 X, and for 128 tokens 7 V numbers, three of them float64 |
-| backward | P, the kept boundaries, 2 X, what one batch's graph holds, and sum m^2 for B |
+| head     | H, the kept boundaries, 1 + samples X, and for 128 tokens 7 V numbers, three of them float64 |
+| backward | P, the kept boundaries, 1 + samples X, what one batch's graph holds, and sum m^2 for B |
 | hessian  | P, 2 X, what one batch holds, sum n^2 for A, and while one is made into a whole matrix three of the largest; B as stored and unpacked |
 | solve    | P, X, all A and B of the block, and of one linear: damped and factored A and B in float64 and the factors in float32 once more, 6 m n |
 | write    | the largest tensor, encoded |
@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 from bakron import config, rundir
 from bakron import data as corpus
 from bakron.errors import BakronError, OutputError
-from bakron.job import Job, make_estimator, prepare
+from bakron.job import Job, codes_of, make_estimator, prepare
 from bakron.models import load as models
 
 if TYPE_CHECKING:
     from bakron.config import Recipe
-    from bakron.grids import UniformGrid
+    from bakron.pipeline import Rounded
 
 Log = Callable[[str], None]
 PROBE_SECONDS = 10.0  # after which the probe tries no second, larger batch
@@ -136,18 +136,21 @@ def disk(job: Job) -> dict[str, int]:
     """Bytes that the run writes: what stays, and what is there while it lasts.
 
     Returns:
-        `checkpoint`: the weight files to the byte, headers included; `codes`: codes, scales and zero points; `gradients`: as long as blocks are to be rounded;
-        `spill`: activations beyond the memory for them.
+        `checkpoint`: the weight files to the byte, headers included (a GGUF file without its vocabulary); `codes`: codes, scales and zero points;
+        `gradients`: as long as blocks are to be rounded; `spill`: activations beyond the memory for them.
     """
-    from bakron.export import encoder
-    from bakron.export.checkpoint import Linear, sizes
+    from bakron.export import Linear, form_of
+    from bakron.export.checkpoint import sizes
+    from bakron.export.files import encoder
 
     recipe, blocks = job.recipe, range(len(job.walk))
     shapes = {f"{job.walk.prefix(i)}.{name}": tuple(job.walk.linears(i)[name].weight.shape) for i in blocks for name in job.walk.chosen(i)}
-    grids = {shape: _blank(job, *shape) for shape in {(m, n) for m, n in shapes.values()}}
-    codes = sum(m * n + grids[m, n].scale.numel() * (job.dtype.itemsize + (0 if recipe.symmetric else 4)) for m, n in shapes.values())
-    linears = {name: (lambda m=m, n=n: Linear(_zeros(m, n, grids[m, n]), grids[m, n])) for name, (m, n) in shapes.items()}
-    checkpoint = sum(sizes(job.model, job.weights, job.dtype, linears, encoder(recipe.format, job.walk.layout.transposed)).values())
+    blanks = {shape: _blank(job, *shape) for shape in set(shapes.values())}
+    each = {shape: sum(tensor.nbytes for tensor in codes_of({"": blank}).values()) for shape, blank in blanks.items()}
+    codes = sum(each[shape] for shape in shapes.values())
+    linears = {name: (lambda shape=shape: Linear(blanks[shape].codes, blanks[shape].grid)) for name, shape in shapes.items()}
+    encode = encoder(form_of(recipe.format, recipe.gguf_type), job.content(Path()))
+    checkpoint = sum(sizes(job.model, job.weights, job.dtype, linears, encode).values())
     hidden = 0 if job.tokens is None else _hidden(job)
     budget = None if recipe.memory is None else config.size_in_bytes(recipe.memory)
     return {
@@ -204,11 +207,11 @@ def memory(job: Job) -> dict[str, int]:
 
         stages |= {"embed": E + sets(1)}
         if recipe.hessian == "backprop":
-            kept = _kept(job)
+            kept = _kept(job) + (recipe.samples or 1)
             vocabulary = count.get(f"{walk.layout.head}.weight", largest) // _width(job)
             stages |= {
-                "head": head + sets(kept + 1) + 128 * 10 * vocabulary,
-                "backward": P + sets(kept + 1) + 2 * held + sum(m * m for m, _ in linears.values()) + 2 * top * top,
+                "head": head + sets(kept) + 128 * 10 * vocabulary,
+                "backward": P + sets(kept) + 2 * held + sum(m * m for m, _ in linears.values()) + 2 * top * top,
             }
         stages |= {"hessian": P + sets(2) + held + squares_a + squares_b + 3 * top * top}
         solved = max(2 * 3 * n * n + (2 * 3 * m * m if squares_b else 0) + 6 * m * n for m, n in linears.values())
@@ -265,7 +268,6 @@ def seconds(job: Job, scratch: Path, surveyed: float) -> dict[str, float]:
 
 def _probe(job: Job, sequences: int, target: Path) -> dict[str, float]:
     """Seconds of each stage of a run of the first block alone, on so many sequences."""
-    from bakron.job import codes_of
     from bakron.pipeline import Clock, run
 
     clock, stages = Clock(), dict[str, float]()
@@ -311,20 +313,15 @@ def _total(stages: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 1) for name, value in (stages | {"total": sum(stages.values())}).items()}
 
 
-def _blank(job: Job, m: int, n: int) -> UniformGrid:
-    """A grid as the run's, for a weight `[m, n]` of zeros."""
+def _blank(job: Job, m: int, n: int) -> Rounded:
+    """A linear of zeros, rounded: what is stored for it is as large as for any other of its shape."""
     import torch
 
-    from bakron.grids import UniformGrid
+    from bakron.pipeline import Rounded, fit_grid
 
-    recipe = job.recipe
-    return UniformGrid.fit(torch.zeros(m, n), recipe.levels, recipe.group_size, "absmax", recipe.symmetric, None, dtype=job.dtype)
-
-
-def _zeros(m: int, n: int, grid: UniformGrid) -> Any:
-    import torch
-
-    return torch.full((m, n), max(grid.low, 0), dtype=torch.int32)
+    W = torch.zeros(m, n)
+    grid = fit_grid(W, job.recipe.model_copy(update={"scale": "absmax"}), None, job.dtype)
+    return Rounded(W, torch.full((m, n), max(grid.low, 0), dtype=torch.int32), grid, {})
 
 
 def _width(job: Job) -> int:
@@ -348,7 +345,7 @@ def _kept(job: Job) -> int:
 
 def _sets(job: Job) -> int:
     """Sets of hidden states that are alive at most."""
-    return 2 if job.tokens is None or job.recipe.hessian != "backprop" else _kept(job) + 1
+    return 2 if job.tokens is None or job.recipe.hessian != "backprop" else _kept(job) + (job.recipe.samples or 1)
 
 
 def _held_in_batch(job: Job, tokens: int, linears: dict[str, tuple[int, ...]]) -> int:
@@ -380,8 +377,9 @@ def _gradients(job: Job) -> int:
     each = 0
     for m, n in _linears(job):
         each += width * packed[m] + 8 + (width * (packed[n] + used) if kind.by_sequence else 2 * width * used * length)
-    held = 2 * 4 * job.held * length * _width(job)
-    return len(job.walk) * (each + held) + _hidden(job)
+    samples = job.recipe.samples or 1
+    held = (1 + samples) * 4 * job.held * length * _width(job)
+    return len(job.walk) * (each + held) + samples * _hidden(job)
 
 
 def _linears(job: Job) -> list[tuple[int, int]]:

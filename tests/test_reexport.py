@@ -152,7 +152,7 @@ def test_sharded_output_has_an_index_and_loads(place, tmp_path, monkeypatch):
     shards = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(shards) > 2 and set(index["weight_map"].values()) == {shard.name for shard in shards}
     assert set(index["weight_map"]) == {name for shard in shards for name in load_file(shard)}
-    assert len(record["checks"]) == 2
+    assert len(record["checks"]) == 3
 
 
 def test_command(place, tmp_path):
