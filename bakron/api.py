@@ -5,26 +5,35 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, rundir
+from bakron import config, formats, rundir
 from bakron import data as corpus
 from bakron.errors import RecipeError
-from bakron.job import Job, StoredCodes, codes_of, make_estimator, prepare
+from bakron.job import Done, Job, make_estimator, prepare
 from bakron.job import device as device_of
 from bakron.models import load as models
 
 if TYPE_CHECKING:
     from bakron.config import Recipe
-    from bakron.hessian import Estimator
-    from bakron.pipeline import Clock, Rounded
+    from bakron.pipeline import Clock
 
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
+Observe = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who is told of what a run does."""
+
+    progress: Progress
+    log: Log
+    observe: Observe
 
 
 def quantize(
@@ -34,16 +43,22 @@ def quantize(
     recipe: Recipe | str | Path | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
+    observe: Observe | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Quantize every linear of a model's decoder blocks; embeddings and head are left alone.
 
+    A run that was cut short, by whatever, is gone on with when it is asked for again: the same call gives the files that it would have given uninterrupted.
+
     Args:
         model: Hugging Face directory, hub name, or GGUF file.
-        out: New or empty directory: becomes a Hugging Face directory, plus `out/bakron/` with `recipe.yaml`, `events.jsonl`, `summary.json` and the codes.
+        out: New or empty directory, or one with an unfinished run of the same recipe: becomes a Hugging Face directory, plus `out/bakron/` with `recipe.yaml`,
+            `events.jsonl`, `summary.json` and the codes.
         recipe: A recipe or the path of a YAML file.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
+        observe: Called with what happens, for a display: `{"stage": ...}` when a stage begins, `{"blocks": ..., "tokens": ...}` once they are known,
+            `{"memory": ...}` now and then, and with every line of `events.jsonl` as soon as its linear is rounded.
         **overrides: Fields of the recipe that win over it, such as `levels=7`.
 
     Returns:
@@ -53,38 +68,64 @@ def quantize(
         BakronError: Any of its subclasses; nothing is written for mistakes that can be found before the work starts.
     """
     start = time.perf_counter()
-    progress, log = progress or (lambda *_: None), log or (lambda _: None)
+    progress, observe = progress or (lambda *_: None), observe or (lambda _: None)
+    warnings: list[str] = []
+    log = _collecting(log or (lambda _: None), warnings)
     recipe = _recipe(recipe, overrides)
     source = models.find(str(model))
     target = rundir.check_output(out)
+    _same_run(target, recipe=recipe)
     if recipe.factors:
         rundir.check_store(recipe.factors)
     if recipe.method != "rtn":
         corpus.check(recipe.data)
 
-    from bakron.export.card import model_card
-    from bakron.pipeline import Clock
+    from bakron.pipeline import Clock, memory
 
-    clock = Clock()
+    def shown(*step: Any) -> None:
+        observe({"memory": memory()})
+        progress(*step)
+
+    clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
-        job = prepare(source, recipe, log)
-    counts, chosen = {"quantized": 0, "scales": 0, "raised": 0}, dict[str, int]()
+        job = prepare(source, recipe, log, target)
+    observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
     try:
-        estimator = _round(job, target, clock, counts, chosen, progress)
-    except BaseException:
-        rundir.discard(target)  # half a run cannot be continued, and would be in the way of the next
-        raise
+        with rundir.held(target):
+            summary = _work(job, target, clock, start, Watch(shown, log, observe), warnings)
+    finally:
+        if not rundir.worth_keeping(target):
+            rundir.discard(target)
+    return summary
+
+
+def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warnings: list[str]) -> dict[str, Any]:
+    """Everything that writes: rounds what is not rounded yet, then the checkpoint, then the records of a finished run."""
+    from bakron.export.card import model_card
+    from bakron.hessian.outliers import warning as outliers_warning
+
+    sessions = _begin(job, target)
+    done = Done(job, target, watch.log)
+    if done.count and done.count < len(job.walk):
+        watch.log(f"going on with the run in {target}: {done.count} of {len(job.walk)} blocks are rounded")
+    passes = _round(job, target, clock, done, watch) if done.count < len(job.walk) else None
+    rundir.discard_scratch(target)
     with clock.stage("write"):
-        stored_bits = _export(target, job)
-    if counts["raised"]:
-        log(f"warning: damping had to be raised for {counts['raised']} linears (damping_raised in events.jsonl); more sequences would help")
-    passes = getattr(estimator, "passes", None)
-    summary = _summary(job, counts, stored_bits, clock, time.perf_counter() - start) | {
+        exported = _export(target, job, watch.log)
+    if alarm := outliers_warning(done.outlying):
+        watch.log(alarm)
+    if done.raised:
+        watch.log(
+            f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help"
+        )
+    summary = _summary(job, done, exported, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
-        "gate": {"held_out_sequences": job.held, "chosen": chosen} if job.held else None,
+        "gate": {"held_out_sequences": job.held, "chosen": done.chosen} if job.held else None,
+        "sessions": sessions,
+        "warnings": warnings,
     }
-    rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
     rundir.write_text(target / "README.md", model_card(summary))
+    rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
     return summary
 
 
@@ -96,6 +137,9 @@ def evaluate(
     length: int = 512,
     sequences: int | None = None,
     device: str = "cpu",
+    tasks: Sequence[str] = (),
+    task_folder: str | Path | None = None,
+    limit: int | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
 ) -> dict[str, Any]:
@@ -108,11 +152,16 @@ def evaluate(
         length: Tokens per window.
         sequences: Windows from the start of the text; None = all.
         device: Where to compute.
+        tasks: Of lm-evaluation-harness (extra `eval`), run on the model and, if there is one, the reference.
+        task_folder: With task files of your own.
+        limit: Examples per task; None = all.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
 
     Returns:
-        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`.
+        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`; with tasks also "tasks" and, with a reference,
+        "reference_tasks": metrics by task, see `bakron.tasks.run`. If the model is the directory of a run, this is also written to `bakron/evaluation.json` in it,
+        for `bakron report`.
 
     Raises:
         BakronError: Any of its subclasses.
@@ -125,6 +174,14 @@ def evaluate(
     source = models.find(str(model), quantized=True)
     original = None if reference is None else models.find(str(reference), quantized=True)
     corpus.check(data)
+    if limit is not None and limit < 1:
+        raise RecipeError(f"limit {limit}", "at least 1")
+    if not tasks and (task_folder is not None or limit is not None):
+        raise RecipeError("a task folder or a limit without tasks", "tasks")
+    if tasks:
+        from bakron import tasks as harness
+
+        harness.check(tasks, task_folder)
 
     import torch
 
@@ -137,12 +194,42 @@ def evaluate(
     log(f"loading {source.name}" + (f" and {original.name}" if original else ""))
     loaded = models.read(source, torch.float32)
     models.check_length(loaded, length)
+    models.check_tokens(loaded, tokens.ids)
     base = None if original is None else models.read(original, torch.float32)
-    return evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    result = evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
+    for key, one in {"tasks": loaded, "reference_tasks": base}.items():
+        if tasks and one is not None:
+            log(f"{', '.join(tasks)} on {(source if one is loaded else original or source).name}")
+            result[key] = harness.run(one, tokenizer, tasks, folder=task_folder, limit=limit, device=device)
+    if source.path is not None and (source.path / rundir.FOLDER / "summary.json").is_file():
+        record = result | {"data": tokens.source, "data_sha256": tokens.sha256, "reference": None if original is None else original.name}
+        rundir.write_text(source.path / rundir.FOLDER / "evaluation.json", json.dumps(record, indent=1))
+    return result
 
 
-def _round(job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen: dict[str, int], progress: Progress) -> Estimator | None:
-    """Run estimator and block loop; leaves recipe, codes and events in the output directory, and counts of what happened in the dictionaries."""
+def _same_run(target: Path, *, recipe: Recipe, **others: Any) -> dict[str, Any] | None:
+    """What was begun in the output directory, if anything; refused if it is not this run."""
+    found = rundir.begun(target)
+    if found is not None:
+        flat = {**found["recipe"], **{key: value for key, value in found.items() if key != "recipe"}}
+        here = {key: value for key, value in recipe.model_dump().items() if key not in config.OF_THE_MACHINE}
+        rundir.same_run(target, flat, here | others)
+    return found
+
+
+def _begin(job: Job, target: Path) -> int:
+    """Record what this run is, unless it is there; returns how often it was started."""
+    what = {"model_sha256": job.fingerprint, "tokens_sha256": None if job.tokens is None else job.tokens.digest}
+    found = _same_run(target, recipe=job.recipe, **what)
+    sessions = 1 if found is None else int(found.get("sessions", 1)) + 1
+    record = {"recipe": job.recipe.model_dump(), **what, "sessions": sessions}
+    rundir.write_text(target / rundir.FOLDER / "run.json", json.dumps(record, indent=1))
+    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(job.recipe))
+    return sessions
+
+
+def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> dict[str, int] | None:
+    """Run estimator and block loop over the blocks that are not done; leaves codes and events. Returns what the gradient pass did, if there was one."""
     import torch
 
     from bakron.pipeline import run
@@ -153,26 +240,33 @@ def _round(job: Job, target: Path, clock: Clock, counts: dict[str, int], chosen:
         if recipe.method != "rtn":
             tiled.ready(torch.float32)  # compiled once and cached on disk; no part of the solver's time
     with clock.stage("hessian"):
-        estimator, temporary = make_estimator(job, target, progress)
-    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(recipe))
-    events = rundir.Events(target / rundir.FOLDER / "events.jsonl")
+        estimator = make_estimator(job, target, watch.progress, watch.log)
+    names = job.walk.layout.linears
+    run(
+        job.walk,
+        recipe,
+        dtype=job.scale_dtype,
+        clock=clock,
+        ids=job.used,
+        estimator=estimator,
+        keep=done.keep,
+        stored=lambda i: done.stored.values(i, names) if i < done.count else None,
+        progress=watch.progress,
+        observe=watch.observe,
+    )
+    job.walk.unload()
+    return getattr(estimator, "passes", None)
 
-    def keep(i: int, rounded: dict[str, Rounded]) -> None:
-        rundir.write_tensors(rundir.codes_file(target, i), codes_of(rounded))
-        for one in rounded.values():
-            events.write(one.event)
-            if "gate" in one.event:
-                chosen[one.event["gate"]["chosen"]] = chosen.get(one.event["gate"]["chosen"], 0) + 1
-            counts["quantized"] += one.codes.numel()
-            counts["scales"] += one.grid.scale.numel()
-            counts["raised"] += one.event.get("damping_raised", False)
-        if temporary is not None:
-            (temporary / f"block_{i:04d}.safetensors").unlink(missing_ok=True)
 
-    run(job.walk, recipe, dtype=job.dtype, clock=clock, ids=job.used, estimator=estimator, keep=keep, progress=progress)
-    if temporary is not None:
-        shutil.rmtree(temporary)
-    return estimator
+def _collecting(log: Log, warnings: list[str]) -> Log:
+    """A log that also keeps warnings, for the record of the run."""
+
+    def both(message: str) -> None:
+        if message.startswith("warning: "):
+            warnings.append(message.removeprefix("warning: "))
+        log(message)
+
+    return both
 
 
 def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Recipe:
@@ -181,25 +275,25 @@ def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Re
     return config.override(recipe.model_dump(exclude_unset=True), overrides).resolve()
 
 
-def _export(target: Path, job: Job) -> float:
-    """Write the checkpoint from the stored codes; returns stored bits per quantized weight."""
-    from bakron.export import FORMATS, Linear, write_checkpoint
+def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:
+    """Write the checkpoint from the stored codes; returns what the summary tells of it."""
+    from bakron import export
 
-    walk, source, form = job.walk, job.source, FORMATS[job.recipe.format]
-    stored = StoredCodes(target, job.recipe)
-    linears = {
-        f"{walk.prefix(i)}.{name}": (lambda i=i, name=name: Linear(*stored.linear(i, name)))
-        for i in range(len(walk))
-        for name in walk.layout.linears
-    }
-    sample = next(iter(linears.values()))().grid
-    where = source.path if source.path is not None and source.gguf is None else None
-    quantization = form.quantization_config(sample, [walk.layout.head])
-    write_checkpoint(target, job.model, job.tokenizer, where, job.dtype, linears, form.encode, quantization)
-    return form.bits(sample, job.dtype)
+    format, kind = job.recipe.format, job.recipe.gguf_type
+    content, form = job.content(target), export.form_of(format, kind)
+    export.write(target, format, kind, content)
+    grid = content.sample.grid
+    bits = form.bits(grid, job.dtype)
+    log(export.sizes(target, content, bits))
+    if caveat := form.caveat(grid):
+        log(f"note: {caveat}")
+    checks = export.verify(target, format, kind, content) if job.recipe.verify else ["not verified: nothing, by choice"]
+    for line in checks:
+        log(line)
+    return {"stored_bits_per_weight": round(bits, 4), "checks": checks}
 
 
-def _summary(job: Job, counts: dict[str, int], stored_bits: float, clock: Clock, total: float) -> dict[str, Any]:
+def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total: float) -> dict[str, Any]:
     import torch
 
     import bakron
@@ -208,25 +302,23 @@ def _summary(job: Job, counts: dict[str, int], stored_bits: float, clock: Clock,
     recipe = job.recipe
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     seconds = {stage: round(clock.seconds.get(stage, 0.0), 3) for stage in ("load", "calibrate", "hessian", "solve", "write")}
-    zero_bits = 0 if recipe.symmetric else 8
+    beside = formats.holds(recipe.format, recipe.gguf_type).beside or torch.finfo(job.scale_dtype).bits + (0 if recipe.symmetric else 8)
     return {
-        "model": job.source.name if job.source.path is None else str((job.source.path / (job.source.gguf or "")).resolve()),
+        "model": job.source.identity,
         "model_sha256": job.fingerprint,
         "recipe": recipe.model_dump(),
         "calibration": None if job.tokens is None else job.tokens.record(),
         "seconds": seconds | {"total": round(total, 3)},
-        "core_share": round(clock.seconds["solve"] / total, 5),
-        "bits_per_weight": round(
-            bits_per_weight(recipe.levels or 0, torch.finfo(job.dtype).bits, zero_bits, counts["quantized"], counts["scales"]), 4
-        ),
-        "stored_bits_per_weight": round(stored_bits, 4),
+        "core_share": round(clock.seconds.get("solve", 0.0) / total, 5),
+        "bits_per_weight": round(bits_per_weight(recipe.levels or 0, beside, done.quantized, done.scales), 4),
+        **exported,
         "parameters": {
-            "quantized": counts["quantized"],
-            "kept": parameters - counts["quantized"],
-            "quantized_percent": round(100 * counts["quantized"] / parameters, 2),
-            "kept_percent": round(100 - 100 * counts["quantized"] / parameters, 2),
+            "quantized": done.quantized,
+            "kept": parameters - done.quantized,
+            "quantized_percent": round(100 * done.quantized / parameters, 2),
+            "kept_percent": round(100 - 100 * done.quantized / parameters, 2),
         },
-        "damping_raised": counts["raised"],
+        "damping_raised": done.raised,
         "peak_memory_bytes": peak_memory(),
         "dtype": str(job.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

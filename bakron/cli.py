@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 
 from bakron import __version__
-from bakron.config import Recipe
+from bakron.config import Format, GgufType, Recipe
 from bakron.errors import BakronError, OutputError, RecipeError
 
 app = typer.Typer(
@@ -23,12 +25,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+STDOUT = Path("-")
 GROUPS = {
-    "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "dtype"),
-    "How to round": ("method", "hessian", "factor", "labels", "clip", "skip_first", "damping", "damp_a", "damp_b", "inputs", "gate"),
+    "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "gguf_type", "dtype", "verify"),
+    "How to round": (
+        "method",
+        "hessian",
+        "factor",
+        "labels",
+        "samples",
+        "clip",
+        "skip_first",
+        "damping",
+        "damp_a",
+        "damp_b",
+        "order",
+        "refit",
+        "polish",
+        "inputs",
+        "gate",
+    ),
     "Calibration": ("data", "sequences", "length", "seed"),
-    "Machine": ("device", "batch", "precision", "boundary_memory", "factors", "diagnostics"),
+    "Machine": ("device", "batch", "precision", "accumulate", "memory", "boundary_memory", "factors", "diagnostics"),
 }
+
+
+class Interrupted(Exception):
+    """An interrupt that has been seen to; not a KeyboardInterrupt, of which typer would make an answer of its own."""
 
 
 @app.callback(invoke_without_command=True)
@@ -38,8 +61,8 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-def quantize(model: str, out: str, recipe: str | None, quiet: bool, **flags: Any) -> None:
-    """Quantize MODEL (a Hugging Face directory, hub name or GGUF file) into the new directory OUT.
+def quantize(model: str, out: str, recipe: str | None, json_file: Path | None, quiet: bool, **flags: Any) -> None:
+    """Quantize MODEL (a Hugging Face directory, hub name or GGUF file) into the new directory OUT. Cut short, the same command goes on where it was.
 
     OUT becomes a Hugging Face directory; OUT/bakron/ holds the effective recipe, one line per linear in events.jsonl, and summary.json.
     Flags win over the recipe file. Example: bakron quantize ./Qwen3-0.6B ./Qwen3-0.6B-3bit --levels 7
@@ -48,10 +71,17 @@ def quantize(model: str, out: str, recipe: str | None, quiet: bool, **flags: Any
     from bakron.display import Display
 
     given = {name: value for name, value in flags.items() if value is not None}
-    with Display(quiet) as display:
-        summary = api.quantize(model, out, recipe=recipe, progress=display.progress, log=display.log, **given)
+    _check_json(json_file)
+    with Display(quiet) as display, _interruptible(display.progress, display.log) as progress:
+        watch = {"progress": progress, "log": display.log, "observe": display.observe}
+        try:
+            summary = api.quantize(model, out, recipe=recipe, **watch, **given)
+        except KeyboardInterrupt:
+            kept = f" The same command goes on from here: what is done is kept in {out}." if Path(out).expanduser().is_dir() else ""
+            raise Interrupted(f"interrupted.{kept}") from None
     seconds = summary["seconds"]
-    if not quiet:
+    _write_json(json_file, summary)
+    if not quiet and json_file != STDOUT:
         typer.echo(
             f"{out}: {summary['parameters']['quantized']:,} weights ({summary['parameters']['quantized_percent']} % of all parameters) at "
             f"{summary['bits_per_weight']} bits ({summary['stored_bits_per_weight']} as stored); {seconds['total']:.0f} s, of it "
@@ -69,7 +99,10 @@ def evaluate(
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     sequences: Annotated[int | None, typer.Option(help="Windows, from the start of the text. Default: all.")] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, ...")] = "cpu",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness too, separated by commas (extra eval).")] = None,
+    task_folder: Annotated[str | None, typer.Option(help="Directory with task files of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Examples per task. Default: all.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file; - for standard output.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Perplexity of MODEL and, with --reference, KL divergence from the original (nats per token) and agreement of the most likely token."""
@@ -85,15 +118,23 @@ def evaluate(
             length=length,
             sequences=sequences,
             device=device,
+            tasks=[name.strip() for name in tasks.split(",")] if tasks else (),
+            task_folder=task_folder,
+            limit=limit,
             progress=display.progress,
             log=display.log,
         )
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    _write_json(json_file, result)
+    if json_file == STDOUT:
+        return
     typer.echo(f"perplexity {result['perplexity']:.4f}")
     if result["kl"] is not None:
         typer.echo(f"kl         {result['kl']:.5f} nats per token\nagreement  {100 * result['agreement']:.2f} %")
     typer.echo(f"tokens     {result['tokens']:,} in {result['sequences']} windows of {result['length']}")
+    for task, metrics in result.get("tasks", {}).items():
+        original = result.get("reference_tasks", {}).get(task, {})
+        for metric, value in metrics.items():
+            typer.echo(f"{task} {metric} {value:.4f}" + (f" (original {original[metric]:.4f})" if metric in original else ""))
 
 
 @app.command()
@@ -121,6 +162,43 @@ def certify(
         raise typer.Exit(1)
 
 
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="Output directory of bakron quantize.")],
+    out: Annotated[str, typer.Argument(help="New or empty directory, or an earlier export, which is replaced.")],
+    format: Annotated[str, typer.Option(metavar="|".join(get_args(Format)), help="How to write it; see bakron quantize.")],
+    gguf_type: Annotated[
+        str | None, typer.Option(metavar="|".join(get_args(GgufType)), help="Only with format gguf. Default: what fits the run's levels.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The original model. Default: where the run found it.")] = None,
+    verify: Annotated[bool, typer.Option(help="Load the export again and compare it with the codes.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")] = False,
+) -> None:
+    """Write the codes of a finished run in another format. Nothing is rounded: a format that cannot hold them exactly is refused."""
+    from bakron.display import Display
+    from bakron.reexport import export_run
+
+    with Display(quiet) as display:
+        export_run(run, out, format=format, gguf_type=gguf_type, model=model, verify=verify, log=display.log)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Output directories of bakron quantize, up to eight, also unfinished ones.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file.")] = Path("report.html"),
+) -> None:
+    """Write one self-contained HTML page about one or more runs: figures side by side, and losses, choices, Hessians, time and memory layer by layer.
+
+    Perplexity and KL divergence are in it for a run that bakron evaluate was run on.
+    """
+    from bakron.report import write
+
+    write(runs, out)
+    typer.echo(f"{out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {out.expanduser().stat().st_size:,} bytes")
+
+
 bench = typer.Typer(help="Time bakron on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
@@ -132,18 +210,18 @@ def bench_solver(
     ] = "512,1024,2048,4096",
     methods: Annotated[str | None, typer.Option(help="Schedules, separated by commas. Default: all but naive.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs that a median is taken of.")] = 5,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file; - for standard output.")] = None,
 ) -> None:
     """Time the solver's schedules beside one matrix product of the same size; every result is certified before its time is printed."""
     from bakron import bench as benchmark
 
     _check_json(json_file)
     parsed = [_size(text) for text in sizes.split(",")]
-    found = benchmark.run(parsed, methods.split(",") if methods else None, repeats=repeats, report=typer.echo)
+    report = typer.echo if json_file != STDOUT else lambda line: typer.echo(line, err=True)
+    found = benchmark.run(parsed, methods.split(",") if methods else None, repeats=repeats, report=report)
     if found["exponents"]:
-        typer.echo("seconds grow with size to the power of: " + ", ".join(f"{name} {value}" for name, value in found["exponents"].items()))
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        report("seconds grow with size to the power of: " + ", ".join(f"{name} {value}" for name, value in found["exponents"].items()))
+    _write_json(json_file, found)
 
 
 def _size(text: str) -> int | tuple[int, int]:
@@ -154,8 +232,19 @@ def _size(text: str) -> int | tuple[int, int]:
 
 
 def _check_json(json_file: Path | None) -> None:
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+    if json_file is not None and json_file != STDOUT and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
         raise OutputError(f"--json {json_file} cannot be written", "a file in an existing directory")
+
+
+def _write_json(json_file: Path | None, figures: dict[str, Any]) -> None:
+    text = json.dumps(figures, indent=1)
+    if json_file == STDOUT:
+        typer.echo(text)
+    elif json_file is not None:
+        try:
+            json_file.write_text(text + "\n", "utf-8")
+        except OSError as error:
+            raise OutputError(f"--json {json_file} cannot be written: {error.strerror}", "a file that can be written") from error
 
 
 def main() -> None:
@@ -165,9 +254,36 @@ def main() -> None:
     except BakronError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+    except Interrupted as interrupt:
+        sys.stderr.write(f"{interrupt}\n")
         sys.exit(130)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted.\n")
+        sys.exit(130)
+
+
+@contextmanager
+def _interruptible(progress: Callable[[str, int, int], None], log: Callable[[str], None]) -> Iterator[Callable[[str, int, int], None]]:
+    """Put an interrupt off to the next step of the work, where what was done last is on disk; a second one is not put off."""
+    asked = False
+
+    def ask(*_: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        log("interrupted: stopping after this step, at once if interrupted again")
+
+    def step(stage: str, done: int, total: int) -> None:
+        progress(stage, done, total)
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield step
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
@@ -175,22 +291,21 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
     panel = {name: title for title, names in GROUPS.items() for name in names}
     parameters = {
         "model": Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face directory, hub name, or GGUF file.")],
-        "out": Annotated[str, typer.Argument(metavar="OUT", help="New or empty directory.")],
+        "out": Annotated[
+            str, typer.Argument(metavar="OUT", help="New or empty directory, or one with an unfinished run, which is gone on with.")
+        ],
     }
     options: dict[str, Any] = {
         "recipe": Annotated[str | None, typer.Option(help="YAML file with any of the settings below; flags win over it.")],
     }
     for name, field in Recipe.model_fields.items():
-        kind = (
-            next((part for part in get_args(field.annotation) if part is not NoneType), None)
-            if _optional(field.annotation)
-            else field.annotation
-        )
+        kinds = [part for part in get_args(field.annotation) if part is not NoneType] if _optional(field.annotation) else [field.annotation]
+        kind = kinds[0] if len(kinds) == 1 else str  # such as a number or a word: the recipe reads it
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         extra = field.json_schema_extra
         forms = choices or (extra["forms"] if isinstance(extra, dict) and "forms" in extra else ())
         flag = "--" + name.replace("_", "-")
-        declared = (flag + "/--asymmetric",) if name == "symmetric" else (flag,)
+        declared = (flag + {"symmetric": "/--asymmetric", "verify": "/--no-verify"}.get(name, ""),)
         default = "" if field.default is None or isinstance(field.default, bool) else f" (default: {field.default})"
         options[name] = Annotated[
             (str if choices else kind) | None,  # type: ignore[operator]
@@ -202,6 +317,9 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
                 show_default=False,
             ),
         ]
+    options["json_file"] = Annotated[
+        Path | None, typer.Option("--json", help="Write the summary, as in OUT/bakron/summary.json, to this file; - for standard output.")
+    ]
     options["quiet"] = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
     ordinary = inspect.Parameter.POSITIONAL_OR_KEYWORD
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -8,19 +8,28 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from bakron import formats
 from bakron.errors import RecipeError
 
 Method = Literal["rtn", "gptq", "bakron", "boa", "yaqa", "bakron-mlp-local", "bakron-fully-local", "bakron-backprop"]
 Hessian = Literal["input", "attention-local", "value-local", "heads-local", "mlp-local", "fully-local", "backprop"]
 PRESETS: dict[str, dict[str, Any]] = {  # methods that are short for settings of method bakron
-    # Tseng et al. 2025 with sketch B: both factors of the original model, one step on whole sequences. Order and levels stay ours.
-    "yaqa": {"hessian": "backprop", "factor": "sequence", "inputs": "original", "damping": "mean", "damp_a": 0.01, "damp_b": 0.01},
-    # Kim et al. 2025: each head's scores and output; per-head curvatures are averages, so K-FAC. Order and levels stay ours.
+    # Tseng et al. 2025 with sketch B: both factors of the original model, one step on whole sequences, from the last entry to the first. Levels stay ours.
+    "yaqa": {
+        "hessian": "backprop",
+        "factor": "sequence",
+        "inputs": "original",
+        "damping": "mean",
+        "damp_a": 0.01,
+        "damp_b": 0.01,
+        "order": "reversed",
+    },
+    # Kim et al. 2025: each head's scores and output; per-head curvatures are averages, so K-FAC. Its order is the natural one; levels stay ours.
     "boa": {"hessian": "heads-local", "factor": "kfac", "damping": "mean", "damp_a": 0.01, "damp_b": 0.01},
     # The variants of Birnick and Saab 2026; factor shampoo, theirs that usually wins.
     "bakron-mlp-local": {"hessian": "mlp-local", "factor": "shampoo"},
@@ -28,16 +37,29 @@ PRESETS: dict[str, dict[str, Any]] = {  # methods that are short for settings of
     "bakron-backprop": {"hessian": "backprop", "factor": "shampoo"},
 }
 FACTOR_FORMS = ("kfac", "shampoo", "shampoo:K", "mixed", "sequence", "kl", "kl:K")  # K = number of steps, 1 to 99
-OF_GRADIENTS = ("factors", "labels", "clip", "gate", "boundary_memory")  # fields that only a gradient pass heeds
+OF_THE_MACHINE = ("memory", "boundary_memory", "verify")  # fields that do not touch the result: a run may go on with others
+OF_HESSIANS = (  # fields that rounding to nearest does not heed
+    "hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "diagnostics", "skip_first", "order", "refit", "polish", "accumulate",
+)  # fmt: skip
+OF_GRADIENTS = ("factors", "labels", "samples", "clip", "gate", "boundary_memory")  # fields that only a gradient pass heeds
 LOCAL_FACTORS = ("kfac", "shampoo", "mixed")  # those that local Hessians know
 FACTOR_PATTERN = re.compile(r"kfac|mixed|sequence|(shampoo|kl)(:[1-9]\d?)?")
 Labels = Literal["sampled", "empirical"]
 Scale = Literal["absmax", "mse", "curvature"]
 Damping = Literal["diagonal", "mean"]
+Order = Literal["natural", "diagonal", "min-pivot", "reversed"]
+Accumulate = Literal["float32", "float64"]
 Inputs = Literal["quantized", "original"]
-Format = Literal["compressed-tensors", "dense"]
+Format = Literal["compressed-tensors", "gptq", "packed", "gguf", "dense"]
+GgufType = Literal["q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q6_k"]
 Precision = Literal["bfloat16", "float32"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Damp = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"]
+DAMPINGS = {"damp_a": (0.1, 0.03, 0.3), "damp_b": (1.0, 0.3, 3.0)}  # the default, and what else auto tries
+
+SIZE_LIMIT = 1 << 16  # bytes of a recipe file
+DEPTH_LIMIT = 8  # of lists and mappings in a recipe file
+SHOWN = 200  # characters of a wrong value in a message
 
 
 class Recipe(BaseModel):
@@ -52,8 +74,8 @@ class Recipe(BaseModel):
         "bakron",
         description="How weights are rounded: rtn = each to its nearest level; gptq = with error feedback along the inputs of a layer; "
         "bakron = with error feedback along inputs and outputs. Short for bakron with that hessian and factor shampoo: bakron-mlp-local, "
-        "bakron-fully-local, bakron-backprop. With mean damping 0.01: boa, for heads-local and kfac; yaqa, for backprop, sequence and original "
-        "inputs. Settings given beside one of these win over it.",
+        "bakron-fully-local, bakron-backprop. With mean damping 0.01: boa, for heads-local and kfac; yaqa, for backprop, sequence, original "
+        "inputs and reversed order. Settings given beside one of these win over it.",
     )
     hessian: Hessian | None = Field(
         None,
@@ -74,6 +96,13 @@ class Recipe(BaseModel):
         description="Whose next tokens give the gradients: sampled = the model's own predictions, which measures divergence from the model "
         "(default); empirical = the text's. Only with backprop.",
     )
+    samples: int | None = Field(
+        None,
+        ge=1,
+        le=99,
+        description="Labels sampled a token, each with a backward pass of its own: less noise in B and in the weights of A, for as many times the "
+        "time of the gradient pass's backward half. Default 1. Only with backprop.",
+    )
     clip: float | None = Field(
         None,
         gt=0,
@@ -91,9 +120,7 @@ class Recipe(BaseModel):
     group_size: int | None = Field(
         64, description="Consecutive inputs that share one scale; must divide the width of each layer. -1 = one scale per output row."
     )
-    symmetric: bool = Field(
-        True, description="Levels lie evenly around zero. If not, each group also has a zero point (dense format only)."
-    )
+    symmetric: bool = Field(True, description="Levels lie evenly around zero. If not, each group also has a zero point.")
     scale: Scale | None = Field(
         None,
         description="How a group's scale is chosen: absmax = its largest weight fits; mse = least squared error; curvature = least squared "
@@ -104,14 +131,33 @@ class Recipe(BaseModel):
         description="What is added to a factor's diagonal before factoring: diagonal = a share of each entry (default); mean = a share of "
         "the mean entry, the same for all.",
     )
-    damp_a: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="Share added to the input factor A. More damping trusts the data less. Default 0.1."
-    )
-    damp_b: float | None = Field(
+    damp_a: Damp | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
-        description="Share added to the output factor B, which is noisier than A. Default 1.0; bakron only.",
+        description="Share added to the input factor A. More damping trusts the data less. Default 0.1; auto = 0.03, 0.1 or 0.3, per layer, "
+        "by its error on an eighth of the sequences that is kept out of the Hessians (backprop only).",
+        json_schema_extra={"forms": ["NUMBER", "auto"]},
+    )
+    damp_b: Damp | None = Field(
+        None,
+        description="Share added to the output factor B, which is noisier than A. Default 1.0; bakron only. auto = 0.3, 1, 3 or no B at all, per "
+        "layer, by its error on an eighth of the sequences that is kept out of the Hessians (backprop only).",
+        json_schema_extra={"forms": ["NUMBER", "auto"]},
+    )
+    order: Order | None = Field(
+        None,
+        description="In which order inputs and outputs of a layer are rounded; what comes first is made up for by all that follows. natural = as they "
+        "come (default); diagonal = largest diagonal entry of A or B first (act-order); min-pivot = smallest remaining pivot last; reversed = "
+        "from the last to the first. Groups of scales stay as they are.",
+    )
+    refit: bool = Field(
+        False,
+        description="After rounding, fit the scales to the codes, and round once more on the new scales where that helps. Never raises the layer's loss.",
+    )
+    polish: int | None = Field(
+        None,
+        ge=1,
+        le=99,
+        description="After rounding, so many sweeps of coordinate descent over the codes. Never raises the layer's loss. Default: none.",
     )
     inputs: Inputs | None = Field(
         None,
@@ -133,7 +179,20 @@ class Recipe(BaseModel):
     format: Format = Field(
         "compressed-tensors",
         description="How the checkpoint is written: compressed-tensors = packed integers and scales (small; loads in transformers and "
-        "vLLM); dense = plain weights, already rounded (as large as the original; loads everywhere).",
+        "vLLM); gptq = the layout of GPTQModel (2, 3, 4 or 8 bits; float16 scales); packed = whole codes in a fraction of a bit (smallest; loads "
+        "in transformers after import bakron.reader); gguf = one file for llama.cpp; dense = plain weights, already rounded (as large as "
+        "the original; loads everywhere).",
+    )
+    gguf_type: GgufType | None = Field(
+        None,
+        description="How llama.cpp is to store a layer: q4_0 = up to 16 levels; q4_1 = 16 with zero points; q8_0 = up to 256; these in groups of 32. "
+        "q3_k = 8 levels, q6_k = 64, q2_k = 4 with offsets, in groups of 16; q4_k = 16 with offsets, in groups of 32: scales and offsets of these are "
+        "themselves quantized, and layers must be multiples of 256 wide. "
+        "Default: what fits the levels. Only with format gguf.",
+    )
+    verify: bool = Field(
+        True,
+        description="Load the written checkpoint again with its own reader, where that is installed, and compare every layer with its codes.",
     )
     dtype: Dtype = Field("auto", description="Precision of scales and of all that stays unquantized; auto = that of the original model.")
     batch: int = Field(8, ge=1, description="Sequences per forward pass. Fewer need less memory; the result is the same up to rounding.")
@@ -142,20 +201,31 @@ class Recipe(BaseModel):
         description="Products of forward and backward passes and Hessian sums: bfloat16 = may round their inputs to bfloat16 where the "
         "processor is faster at it, sums stay float32; float32 = never. The solver always computes in float32 or better.",
     )
+    accumulate: Accumulate | None = Field(
+        None,
+        description="Precision of the products and sums that make Hessians: float32 (default) or float64, which costs twice the memory and more than twice the "
+        "time of them.",
+    )
     gate: bool = Field(
         False,
         description="Keep an eighth of the sequences out of the Hessians, round each layer with A and B, with A alone and with an unweighted A, "
-        "and keep what does least harm on the gradients held out. Three solves instead of one; bakron with backprop only.",
+        "and keep A and B unless another one does less harm on the gradients held out, by more than its standard error. Three solves instead of "
+        "one; bakron with backprop only.",
     )
     diagnostics: bool = Field(
         False,
-        description="Also record, per layer, how much of each factor's trace lies in the largest tenth of its eigenvalues. Costs an "
-        "eigenvalue problem a factor.",
+        description="Also record, per layer, how much of each factor's trace lies in the largest tenth of its eigenvalues and, with gate or damping auto, how "
+        "well the factors fit the gradients held out. Costs an eigenvalue problem a factor, and products of all pairs of tokens held out.",
     )
     boundary_memory: str | None = Field(
         None,
         description="Memory for what is kept between blocks during the gradient pass, such as 800MB or 4GB. Less means more forward passes and "
         "the same result. Default: as much as one input per block takes. Only with backprop.",
+    )
+    memory: str | None = Field(
+        None,
+        description="Memory for the hidden states and gradients of all calibration tokens, such as 4GB; the rest of them waits in files in OUT. "
+        "Slower, and the same result. Default: no limit.",
     )
     factors: str | None = Field(
         None,
@@ -170,9 +240,9 @@ class Recipe(BaseModel):
             raise ValueError("no factorisation")
         return value
 
-    @field_validator("boundary_memory", mode="before")
+    @field_validator("boundary_memory", "memory", mode="before")
     @classmethod
-    def _boundary_memory(cls, value: object) -> str | None:
+    def _size(cls, value: object) -> str | None:
         if value is None:
             return None
         size_in_bytes(str(value))
@@ -187,6 +257,16 @@ class Recipe(BaseModel):
             raise ValueError("group size below one")
         return value
 
+    @property
+    def autos(self) -> tuple[str, ...]:
+        """Fields whose value is found layer by layer."""
+        return tuple(name for name in DAMPINGS if getattr(self, name) == "auto")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether each layer is rounded in several ways, one of which is chosen on sequences that are kept out of the Hessians."""
+        return self.gate or bool(self.autos)
+
     def resolve(self) -> Recipe:
         """Fill in every choice that is left open, and refuse choices that contradict or do nothing.
 
@@ -199,8 +279,11 @@ class Recipe(BaseModel):
         if self.method in PRESETS:
             open_ = {name: value for name, value in PRESETS[self.method].items() if getattr(self, name) is None}
             return self.model_copy(update={"method": "bakron", **open_}).resolve()
+        if self.format == "gguf" and (open_ := self._open_for_gguf()):
+            return self.model_copy(update=open_).resolve()
         _refuse_idle(self)
         levels, bits = _levels(self.levels, self.bits)
+        formats.check(self.format, self.gguf_type, levels, self.symmetric, self.group_size)
         filled: dict[str, Any] = {
             "levels": levels,
             "bits": bits,
@@ -209,15 +292,28 @@ class Recipe(BaseModel):
         if self.method != "rtn":
             filled["hessian"] = self.hessian or ("input" if self.method == "gptq" else "backprop")
             filled["damping"] = self.damping or "diagonal"
-            filled["damp_a"] = 0.1 if self.damp_a is None else self.damp_a
+            filled["order"] = self.order or "natural"
+            filled["accumulate"] = self.accumulate or "float32"
+            filled["damp_a"] = DAMPINGS["damp_a"][0] if self.damp_a is None else self.damp_a
             if filled["hessian"] != "input":
                 filled["factor"] = self.factor or "mixed"
             if filled["hessian"] == "backprop":
                 filled["labels"] = self.labels or "sampled"
+                filled["samples"] = self.samples or 1
             filled["inputs"] = self.inputs or ("original" if self.factor == "sequence" else "quantized")
         if self.method == "bakron":
-            filled["damp_b"] = 1.0 if self.damp_b is None else self.damp_b
+            filled["damp_b"] = DAMPINGS["damp_b"][0] if self.damp_b is None else self.damp_b
         return self.model_copy(update=filled)
+
+    def _open_for_gguf(self) -> dict[str, Any]:
+        """What a GGUF type settles that was not given: levels, kind and group size; or the type that these settle."""
+        if self.gguf_type is None:
+            return {"gguf_type": formats.gguf_type_of(_levels(self.levels, self.bits)[0], self.symmetric)}
+        row = formats.GGUF_TYPES[self.gguf_type]
+        settled: dict[str, Any] = {"symmetric": True in row.levels, "group_size": row.group}
+        if self.levels is None and self.bits is None:
+            settled["levels"] = max(row.levels.values())
+        return {name: value for name, value in settled.items() if name not in self.model_fields_set or name == "levels"}
 
 
 def size_in_bytes(text: str) -> int:
@@ -243,9 +339,7 @@ def _levels(levels: int | None, bits: int | None) -> tuple[int, int | None]:
 def _refuse_idle(recipe: Recipe) -> None:
     method = recipe.method
     given = [
-        name
-        for name in ("hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "diagnostics", "skip_first", *OF_GRADIENTS)
-        if getattr(recipe, name) is not None and getattr(recipe, name) is not False
+        name for name in (*OF_HESSIANS, "memory", *OF_GRADIENTS) if getattr(recipe, name) is not None and getattr(recipe, name) is not False
     ]
     if method == "rtn" and given:
         raise RecipeError(
@@ -273,6 +367,10 @@ def _refuse_idle(recipe: Recipe) -> None:
             f"{', '.join(LOCAL_FACTORS[:-1])} or {LOCAL_FACTORS[-1]}",
             "For other factorisations choose hessian backprop",
         )
+    if recipe.labels == "empirical" and (recipe.samples or 1) > 1:
+        raise RecipeError(
+            f"samples {recipe.samples} with labels empirical, of which a token has one", "samples 1", "Or choose labels sampled"
+        )
     if recipe.clip is not None and recipe.factor == "kfac":
         raise RecipeError("clip would do nothing with factor kfac, which weighs all tokens alike", do="Drop clip, or choose another factor")
     if recipe.factor == "sequence" and recipe.inputs == "quantized":
@@ -284,17 +382,30 @@ def _refuse_idle(recipe: Recipe) -> None:
         raise RecipeError(
             "gate would do nothing with method gptq, which has no output factor to choose", do="Drop gate, or choose method bakron"
         )
-    if recipe.gate and recipe.sequences < 2:
-        raise RecipeError(f"gate with {recipe.sequences} sequence, one of which it would hold out", "at least 2 sequences")
+    if recipe.autos and hessian != "backprop":
+        raise RecipeError(
+            f"{_and(recipe.autos)} auto with hessian {hessian}, which leaves no gradients to choose by",
+            "a number",
+            "Or choose hessian backprop",
+        )
+    if recipe.chooses and recipe.sequences < 3:
+        raise RecipeError(f"{_chooser(recipe)} with sequences {recipe.sequences}, two of which it would hold out", "at least 3 sequences")
     if method == "gptq" and "damp_b" in given:
         raise RecipeError(
             "damp_b would do nothing with method gptq, whose output factor is the identity", do="Drop damp_b, or choose method bakron"
         )
-    if recipe.format == "compressed-tensors" and not recipe.symmetric:
+    if recipe.gguf_type is not None and recipe.format != "gguf":
         raise RecipeError(
-            "symmetric is false with format compressed-tensors, whose files with zero points do not load in current transformers",
-            do="Choose format dense (--format dense), or symmetric levels",
+            f"gguf_type {recipe.gguf_type} with format {recipe.format}", "format gguf", "Drop gguf_type, or choose format gguf"
         )
+    if recipe.refit and formats.holds(recipe.format, recipe.gguf_type).form != "float":
+        raise RecipeError(
+            f"refit with gguf_type {recipe.gguf_type}, whose scales are no free choice", "gguf_type q4_0 or q8_0", "Drop refit"
+        )
+
+
+def _chooser(recipe: Recipe) -> str:
+    return "gate" if recipe.gate else f"{recipe.autos[0]} auto"
 
 
 def _and(names: Sequence[str]) -> str:
@@ -311,8 +422,10 @@ def allowed(name: str) -> str:
         return "a whole number of at least 1, or -1 for one scale per row"
     if name == "factor":
         return f"{', '.join(FACTOR_FORMS[:-1])} or {FACTOR_FORMS[-1]} (K = 1 to 99 steps)"
-    if name == "boundary_memory":
+    if name in ("boundary_memory", "memory"):
         return "a size such as 800MB or 4GB"
+    if name in DAMPINGS:
+        return "a number of at least 0, or auto"
     field = Recipe.model_fields[name]
     kind = field.annotation
     if get_origin(kind) in (UnionType, Union):
@@ -360,8 +473,15 @@ def _unknown(key: str) -> tuple[str, str | None, str | None]:
 def _wrong(key: str, value: object) -> tuple[str, str | None, str | None]:
     words = allowed(key)
     near = difflib.get_close_matches(str(value), words.replace(",", "").split(" "), n=1) if " or " in words else []
-    shown = json.dumps(value, default=repr) if not isinstance(value, str) else repr(value)
-    return f"{key} is {shown}", words, f"Perhaps {near[0]} is meant" if near else None
+    return f"{key} is {_shown(value)}", words, f"Perhaps {near[0]} is meant" if near else None
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool | int | float | NoneType):
+        return json.dumps(value)
+    if isinstance(value, str):
+        return repr(value) if len(value) <= SHOWN else repr(value[:SHOWN]) + "..."
+    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else f"of type {type(value).__name__}"
 
 
 def load(path: str | Path | None = None, **overrides: Any) -> Recipe:
@@ -402,7 +522,10 @@ def _read(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
+        if path.stat().st_size > SIZE_LIMIT:
+            raise RecipeError(f"{path} has {path.stat().st_size:,} bytes", f"a recipe, at most {SIZE_LIMIT:,}")
         text = path.read_text(encoding="utf-8-sig")
+        _refuse_bombs(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         _refuse_repeats(root)
         values = yaml.safe_load(text)
@@ -416,6 +539,8 @@ def _read(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         raise RecipeError(f"{where}: not YAML ({getattr(error, 'problem', None) or error})", "lines of the form `key: value`") from None
+    except (ValueError, TypeError, RecursionError) as error:  # no number or date, a mapping as a key, lists in lists in lists
+        raise RecipeError(f"{path} holds a value that cannot be read: {error}", "lines of the form `key: value`") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -424,11 +549,26 @@ def _read(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
+def _refuse_bombs(text: str) -> None:
+    """A recipe has no use for aliases and deep nesting, of which a few lines can stand for billions of values or take hours to read."""
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        alias = f"alias *{event.anchor} in a recipe" if isinstance(event, yaml.AliasEvent) else None
+        if alias or depth > DEPTH_LIMIT:
+            mark: Any = event.start_mark
+            raise yaml.MarkedYAMLError(problem=alias or f"lists or mappings nested {depth} deep", problem_mark=mark)
+
+
 def _refuse_repeats(root: Any) -> None:
     import yaml
 
     seen = set()
     for key, _ in root.value if isinstance(root, yaml.MappingNode) else []:
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="a key that is no word", problem_mark=key.start_mark)
         if key.value in seen:
             raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
         seen.add(key.value)

@@ -91,6 +91,11 @@ class Tokens:
             parts.append(f"{_count(self.duplicates, 'duplicate')} among the kept")
         return "; ".join(parts)
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the ids."""
+        return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
+
     def record(self) -> dict[str, Any]:
         """All of it but the ids, as values that JSON can hold."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ids"} | {"length": self.ids.shape[1]}
@@ -241,6 +246,8 @@ def _json_lines(path: Path, column: str) -> Iterator[str | None]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {number:,}: not JSON ({error.msg}, column {error.colno})", "one JSON object per line") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+            raise DataError(f"{path}, line {number:,}: not JSON that can be read ({error})", "one JSON object per line") from None
         if not isinstance(row, dict):
             kind = "a list" if isinstance(row, list) else "a single value"
             raise DataError(f"{path}, line {number:,}: {kind}", f'an object like {{"{column}": "..."}}')
@@ -263,7 +270,7 @@ def _parquet(path: Path, column: str) -> Iterator[str | None]:
                 for value in batch.column(0).to_pylist():
                     row += 1
                     yield _text(value, f"{path}, row {row:,}", column)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
         raise DataError(f"{path} is not a parquet file that can be read ({_first_line(error)})") from None
     if row == 0:
         raise DataError(f"{path} has no rows", "text")
@@ -405,6 +412,8 @@ def _stream(documents: tuple[str, ...], tokenizer: Any) -> torch.Tensor:
     try:
         # Not verbose: a text longer than the model's context is what we want here, and not worth a warning.
         encoded = tokenizer(ended, truncation=False, padding=False, return_attention_mask=False, verbose=False)["input_ids"]
+    except Exception as error:
+        raise DataError(f"the model's tokenizer fails on the text: {_first_line(error)}", "a whole tokenizer beside the model") from error
     finally:
         if truncation is not None:
             backend.enable_truncation(**truncation)

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bakron import formats
 from bakron.config import Recipe
 from bakron.errors import FactorError
-from bakron.grids import UniformGrid, check_groups
-from bakron.hessian import BackpropEstimator, Estimator, Heldout
-from bakron.kron import Kron
+from bakron.grids import OffsetGrid, UniformGrid, check_groups
+from bakron.hessian import BackpropEstimator, Candidate, Estimator, Heldout, candidates, choose
+from bakron.kron import Factor, Kron
 from bakron.models.walk import Walk
-from bakron.solver import Solution, solve
+from bakron.solver import Solution, polish, refit, solve
+from bakron.solver.orders import arrange
 
 Progress = Callable[[str, int, int], None]
 RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
@@ -28,14 +30,17 @@ RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
 
 @dataclass
 class Clock:
-    """Seconds per stage."""
+    """Seconds per stage, and since the clock was made; `entered` is called with a stage's name when it begins."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    entered: Callable[[str], None] = lambda _: None
+    begun: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time of a with statement to a stage."""
         start = time.perf_counter()
+        self.entered(name)
         try:
             yield
         finally:
@@ -64,8 +69,10 @@ def run(
     ids: Tensor | None = None,
     estimator: Estimator | None = None,
     keep: Callable[[int, dict[str, Rounded]], None],
+    stored: Callable[[int], dict[str, Tensor] | None] = lambda _: None,
     treat: Treat | None = None,
     progress: Progress = lambda *_: None,
+    observe: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> None:
     """Round every linear of every block, in place in the walk's model.
 
@@ -77,8 +84,10 @@ def run(
         ids: Calibration tokens `[N, T]`; None for rtn.
         estimator: Of the Hessians; None for rtn.
         keep: Called with every block's index and its rounded linears by name, before the next block starts.
+        stored: From a block's index to the values of its linears by name, if it was rounded before; such a block is only run for what the next one sees.
         treat: What to do with a linear, in place of `round_linear`.
         progress: Called with (stage, done, total).
+        observe: Called with a linear's event when it is rounded.
 
     Raises:
         FactorError: A factor stays indefinite at the largest damping.
@@ -87,13 +96,21 @@ def run(
     with clock.stage("calibrate"):
         hidden = walk.embed(ids) if ids is not None else None
     for i in range(len(walk)):
+        if (values := stored(i)) is not None:
+            with clock.stage("calibrate"):
+                hidden = _replay(walk, i, hidden, values if recipe.inputs == "quantized" else {})
+            progress("quantize", i + 1, len(walk))
+            continue
+        with clock.stage("load"):
+            walk.load(i)
         krons: dict[str, Kron] = {}
+        told: dict[str, dict[str, Any]] = {}
         gate: Heldout | None = None
         if estimator is not None and hidden is not None:
             with clock.stage("hessian"):
                 krons = estimator.block(i, hidden)
-                gate = estimator.heldout(i) if recipe.gate and isinstance(estimator, BackpropEstimator) else None
-                spectra = {name: _spectrum(kron) for name, kron in krons.items()} if recipe.diagnostics else {}
+                gate = estimator.heldout(i) if recipe.chooses and isinstance(estimator, BackpropEstimator) else None
+                told = {name: _tell(estimator, name, krons[name], ids, gate, recipe) for name in krons}
         if hidden is not None and recipe.inputs == "original" and i + 1 < len(walk):
             with clock.stage("calibrate"):
                 hidden = walk.apply(i, hidden)
@@ -104,15 +121,12 @@ def run(
                 if gate is None or kron is None:
                     rounded[name] = treat(linear, kron, recipe, dtype, whole)
                 else:
-                    candidates = {"two-sided": kron, "one-sided": Kron(kron.A)}
-                    if name in estimator.unweighted:
-                        candidates["unweighted"] = Kron(estimator.unweighted[name])
-                    rounded[name] = round_best(linear, candidates, recipe, dtype, whole, partial(gate.error, name))
-                rounded[name].event.update(block=i, tokens=0 if estimator is None else estimator.tokens[name])
-                if estimator is not None:
-                    rounded[name].event["effective_tokens"] = {side: round(n, 1) for side, n in estimator.effective[name].items()}
-                if recipe.diagnostics:
-                    rounded[name].event["top_decile"] = spectra[name]
+                    tried = candidates(kron, estimator.unweighted.get(name), recipe)
+                    rounded[name] = round_best(linear, tried, recipe, dtype, whole, partial(gate.changes, name))
+                rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}))
+                rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
+                rounded[name].event["memory"] = memory()
+                observe(rounded[name].event)
         with clock.stage("write"):
             keep(i, rounded)
         if hidden is not None and recipe.inputs == "quantized" and i + 1 < len(walk):
@@ -121,7 +135,20 @@ def run(
         progress("quantize", i + 1, len(walk))
 
 
-def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
+def _replay(walk: Walk, i: int, hidden: Tensor | None, values: dict[str, Tensor]) -> Tensor | None:
+    """What block i, with these values in place of its weights, makes of the hidden states."""
+    if hidden is None or i + 1 == len(walk):
+        return hidden
+    walk.load(i)
+    for name, linear in walk.linears(i).items():
+        if name in values:
+            linear.weight.data.copy_(values[name])
+    return walk.apply(i, hidden)
+
+
+def round_linear(
+    linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str, fitted: dict[Factor, UniformGrid] | None = None
+) -> Rounded:
     """Fit a grid, round one linear, put the rounded weight in its place.
 
     Args:
@@ -130,6 +157,7 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
         recipe: Resolved.
         dtype: In which scales are stored.
         name: Of the linear in the checkpoint, for messages.
+        fitted: Grids of this linear by damped A, which alone decides them: looked up and added to.
 
     Returns:
         Values, codes, grid, and what to log.
@@ -139,58 +167,79 @@ def round_linear(linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: to
     """
     start = time.perf_counter()
     W = linear.weight.detach().float().cpu()
-    raised = False
+    raised, order = False, recipe.order or "natural"
     if kron is not None:
         kron, raised = damped(kron if recipe.method == "bakron" else Kron(kron.A), recipe, name)
     factored = time.perf_counter()
-    grid = UniformGrid.fit(W, recipe.levels, recipe.group_size, recipe.scale or "absmax", recipe.symmetric, kron, dtype=dtype)
-    fitted = time.perf_counter()
+    grid = None if fitted is None or kron is None else fitted.get(kron.A)
+    if grid is None:
+        grid = fit_grid(W, recipe, _in_order(kron, order), dtype)
+    if fitted is not None and kron is not None:
+        fitted[kron.A] = grid
+    ready = time.perf_counter()
     event: dict[str, Any] = {"linear": name, "method": recipe.method, "shape": list(W.shape)}
     if kron is None:
         codes, values = grid.project(W)
-        event |= {"damping": {"a": [], "b": []}, "loss": None, "relative_loss": None}
-        seconds = {"factor": 0.0, "fit": fitted - factored, "sweep": time.perf_counter() - fitted}
+        event |= {"damping": {"a": [], "b": []}, "loss": None, "relative_loss": None, "nearest_loss": None}
+        seconds = {"factor": 0.0, "fit": ready - factored, "sweep": time.perf_counter() - ready}
     else:
-        solution = solve(W, kron, grid)
+        solution = solve(W, kron, grid, order=order)
+        losses = {"sweep": solution.loss}
+        if recipe.refit:
+            solution, grid = refit(solution, W, kron, grid, reround=True)
+            losses["refit"] = solution.loss
+        if recipe.polish:
+            solution = polish(solution, W, kron, grid, sweeps=recipe.polish)
+            losses["polish"] = solution.loss
         codes, values = solution.codes, solution.values
-        event |= _describe(solution, kron, W) | {"damping_raised": raised}
-        seconds = {"factor": factored - start, "fit": fitted - factored, "sweep": solution.seconds}
+        event |= _describe(solution, kron, W) | {"nearest_loss": _nearest_loss(W, kron, grid), "losses": losses, "damping_raised": raised}
+        seconds = {"factor": factored - start, "fit": ready - factored, "sweep": solution.seconds}
     event["seconds"] = {key: round(value, 6) for key, value in seconds.items()}
     linear.weight.data.copy_(values)
     return Rounded(values, codes, grid, event)
 
 
+def fit_grid(W: Tensor, recipe: Recipe, kron: Kron | None, dtype: torch.dtype) -> UniformGrid:
+    """The grid of a weight `[m, n]`, on scales that the recipe's format can hold."""
+    form, rule, levels = formats.holds(recipe.format, recipe.gguf_type).form, recipe.scale or "absmax", recipe.levels or 0
+    if form.startswith("super"):
+        return OffsetGrid.fit_super(W, levels, recipe.group_size or 0, rule, kron, int(form.removeprefix("super")))
+    return UniformGrid.fit(W, levels, recipe.group_size, rule, recipe.symmetric, kron, dtype=dtype, scale_format=form)
+
+
 def round_best(
-    linear: nn.Linear, candidates: dict[str, Kron], recipe: Recipe, dtype: torch.dtype, name: str, error: Callable[[Tensor], float]
+    linear: nn.Linear, tried: dict[str, Candidate], recipe: Recipe, dtype: torch.dtype, name: str, changes: Callable[[Tensor], Tensor]
 ) -> Rounded:
-    """Round one linear with each of several Hessians, keep the result that does least harm on tokens held out.
+    """Round one linear with each of several Hessians, keep the first unless another one does clearly less harm on tokens held out.
 
     Args:
         linear: Its weight `[m, n]` is replaced by the best rounded one.
-        candidates: Undamped Hessians by name.
+        tried: Hessians and dampings by name, the default first.
         recipe: Resolved.
         dtype: In which scales are stored.
         name: Of the linear in the checkpoint, for messages.
-        error: Harm of an error `[m, n]`.
+        changes: What an error `[m, n]` does to the loss of each token, `[N, samples, T]`.
 
     Returns:
-        The best; its event tells the errors of all as `gate`, and the seconds of all together.
+        The kept one; its event tells the errors of all as `gate`, and the seconds of all together.
 
     Raises:
         FactorError: A factor stays indefinite at the largest damping.
     """
+    start = time.perf_counter()
     W = linear.weight.detach().clone()
-    results, errors = {}, {}
-    for candidate, kron in candidates.items():
+    results, harm, fitted = {}, {}, dict[Factor, UniformGrid]()
+    for candidate, one in tried.items():
         linear.weight.data.copy_(W)
-        results[candidate] = round_linear(linear, kron, recipe, dtype, name)
-        errors[candidate] = error(results[candidate].values - W.float().cpu())
-    chosen = min(errors, key=lambda candidate: errors[candidate])
-    best = results[chosen]
+        own = recipe.model_copy(update={"damp_a": one.damp_a, "damp_b": one.damp_b})
+        results[candidate] = round_linear(linear, one.kron, own, dtype, name, fitted)
+        harm[candidate] = changes(results[candidate].values - W.float().cpu())
+    gate = choose(harm)
+    best, kept = results[gate["chosen"]], tried[gate["chosen"]]
     linear.weight.data.copy_(best.values)
     seconds = [result.event["seconds"] for result in results.values()]
     best.event["seconds"] = {key: round(sum(one[key] for one in seconds), 6) for key in seconds[0]}
-    best.event["gate"] = {"chosen": chosen, "errors": errors}
+    best.event["gate"] = gate | {"damp_a": kept.damp_a, "damp_b": kept.damp_b, "seconds": round(time.perf_counter() - start, 6)}
     return best
 
 
@@ -203,7 +252,9 @@ def damped(kron: Kron, recipe: Recipe, name: str) -> tuple[Kron, bool]:
     Raises:
         FactorError: It is still indefinite at the cap.
     """
-    a, b, rule = recipe.damp_a or 0.0, recipe.damp_b or 0.0, recipe.damping or "diagonal"
+    if recipe.autos:
+        raise ValueError("damping auto is a choice between dampings: damp with one of them")
+    a, b, rule = float(recipe.damp_a or 0), float(recipe.damp_b or 0), recipe.damping or "diagonal"
     for attempt in range(RETRIES + 1):
         result = kron.damp(a, b, rule)
         try:
@@ -218,13 +269,25 @@ def damped(kron: Kron, recipe: Recipe, name: str) -> tuple[Kron, bool]:
     raise AssertionError("unreachable")
 
 
+def _in_order(kron: Kron | None, order: str) -> Kron | None:
+    """A Hessian whose pivots are what each input weighs in the loss if it is rounded in that order, for the fit of scales."""
+    if kron is None or order == "natural":
+        return kron
+    columns = arrange(kron.A, order, kron.A.size)
+    pivots = torch.empty_like(kron.A.pivots)
+    pivots[columns] = kron.A.permuted(columns).pivots
+    return Kron(torch.diag(pivots))
+
+
 def _describe(solution: Solution, kron: Kron, W: Tensor) -> dict[str, Any]:
     """What events.jsonl tells of a solve."""
-    right = W @ kron.A.H.to(W)
-    whole = float((right * (W if kron.B is None else kron.B.H.to(W) @ W)).sum())  # float32 will do: it is for reading
+    heads = () if kron.B is None else kron.B.heads
+    left = torch.cat([head.H.to(W) @ rows for head, rows in zip(heads, W.split(heads[0].size))]) if heads else W
+    whole = float((W @ kron.A.H.to(W) * left).sum())  # float32 will do: it is for reading
     return {
         "solver": solution.method,
         "damping": {side: [list(pair) for pair in pairs] for side, pairs in solution.damping.items()},
+        "order": list(solution.order),
         "dead": solution.dead,
         "loss": solution.loss,
         "relative_loss": solution.loss / whole if whole > 0 else 0.0,
@@ -233,25 +296,62 @@ def _describe(solution: Solution, kron: Kron, W: Tensor) -> dict[str, Any]:
     }
 
 
+def _nearest_loss(W: Tensor, kron: Kron, grid: UniformGrid) -> float:
+    """Loss of rounding each weight to its nearest level of the same grid: what error feedback is measured against."""
+    E = grid.project(W)[1] - W
+    right = E @ kron.A.H.to(E)
+    return float((right * (E if kron.B is None else kron.B.times(E))).sum())  # float32 will do: it is for reading
+
+
+def _tell(estimator: Estimator, name: str, kron: Kron, ids: Tensor | None, heldout: Heldout | None, recipe: Recipe) -> dict[str, Any]:
+    """What events.jsonl tells of a linear's Hessian."""
+    found: dict[str, Any] = {
+        "tokens": estimator.tokens[name],
+        "effective_tokens": {side: round(n, 1) for side, n in estimator.effective[name].items()},
+        "outliers": estimator.outliers[name],
+    }
+    for side in found["outliers"].values():
+        for token in side["largest"]:
+            if ids is not None and "position" in token:
+                token["id"] = int(ids[token["sequence"], token["position"]])
+    if recipe.diagnostics:
+        found["top_decile"] = _spectrum(kron)
+        if heldout is not None and kron.B is not None:
+            found["alignment"] = heldout.alignment(name, kron)
+    return found
+
+
 def _spectrum(kron: Kron) -> dict[str, float | None]:
     """Share of each factor's trace in the largest tenth of its eigenvalues, before damping."""
     return {"a": round(kron.A.top_share(0.1), 5), "b": None if kron.B is None else round(kron.B.top_share(0.1), 5)}
 
 
 def check_widths(walk: Walk, recipe: Recipe) -> None:
-    """Refuse a group size that does not divide some linear's width.
+    """Refuse a group size that does not divide some linear's width, and linears that do not fit the format's blocks.
 
     Raises:
         RecipeError: All such linears are named.
     """
-    check_groups({name: linear.in_features for name, linear in walk.linears(0).items()}, recipe.group_size)
+    linears = walk.linears(0)
+    check_groups({name: linear.in_features for name, linear in linears.items()}, recipe.group_size)
+    formats.check_shapes(recipe.format, recipe.gguf_type, {name: tuple(linear.weight.shape) for name, linear in linears.items()})
 
 
-def bits_per_weight(levels: int, scale_bits: int, zero_bits: int, weights: int, scales: int) -> float:
-    """Information in codes, scales and zero points, per quantized weight."""
+def bits_per_weight(levels: int, beside: float, weights: int, scales: int) -> float:
+    """Information in codes, and in what stands beside them for each scale (`beside`: bits of a scale and its zero point), per quantized weight."""
     import math
 
-    return math.log2(levels) + (scale_bits + zero_bits) * scales / max(weights, 1)
+    return math.log2(levels) + beside * scales / max(weights, 1)
+
+
+def memory() -> dict[str, int | None]:
+    """Resident set of this process in bytes: now (None where the system does not tell), and at its largest so far."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            current = int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        current = None
+    return {"current": current, "peak": peak_memory()}
 
 
 def peak_memory() -> int:

@@ -47,15 +47,19 @@ def certify_run(
         DataError: The calibration text is not the run's.
         BakronError: Whatever making the Hessians can raise.
     """
+    from bakron.export import differing
     from bakron.pipeline import Clock
     from bakron.pipeline import run as walk_blocks
 
     target = Path(run).expanduser()
-    summary, events = _read(target)
+    summary, events = read_records(target)
     recipe = config.load(target / rundir.FOLDER / "recipe.yaml").resolve()
+    if recipe.refit or recipe.polish:
+        raise OutputError(
+            f"{target} is a run with {'refit' if recipe.refit else 'polish'}, after which values are no nearest-plane rounding any more",
+            "a run without refit and polish",
+        )
     source = models.find(str(model or summary["model"]))
-    job = prepare(source, recipe, log or (lambda _: None))
-    _same_inputs(job, summary)
     stored = StoredCodes(target, recipe)
     found: dict[str, dict[str, Any]] = {}
 
@@ -63,11 +67,14 @@ def certify_run(
         found.update({one.event["linear"]: one.event for one in rounded.values()})
 
     with tempfile.TemporaryDirectory(prefix="bakron-certify-") as scratch:
-        estimator, _ = make_estimator(job, Path(scratch), progress or (lambda *_: None))
+        job = prepare(source, recipe, log or (lambda _: None), Path(scratch))
+        _same_inputs(job, summary)
+        estimator = make_estimator(job, Path(scratch), progress or (lambda *_: None))
         walk_blocks(
             job.walk,
-            recipe.model_copy(update={"gate": False}),  # what the gate chose is in the events; `held` stays out of the factors all the same
-            dtype=job.dtype,
+            # what was chosen for each linear is in the events; the sequences to choose by stay out of the factors all the same
+            recipe.model_copy(update={"gate": False, "damp_a": 0.0, "damp_b": 0.0} if recipe.chooses else {}),
+            dtype=job.scale_dtype,
             clock=Clock(),
             ids=job.used,
             estimator=estimator,
@@ -84,7 +91,7 @@ def certify_run(
         "violations": sum(event["violations"] for event in found.values()),
         "max_gap": found[worst]["max_gap"],
         "worst": worst,
-        "differing": _differing(target, job, stored),
+        "differing": differing(target, recipe.format, recipe.gguf_type, job.content(target)),
     }
 
 
@@ -108,13 +115,14 @@ class _Recheck:
         if kron is None:
             kron = Kron(torch.eye(W.shape[1]))
         else:
-            chosen = self.events[name].get("gate", {}).get("chosen", "two-sided")
-            if chosen == "unweighted":
+            gate = self.events[name].get("gate", {"chosen": "two-sided", "damp_a": recipe.damp_a, "damp_b": recipe.damp_b})
+            if gate["chosen"] == "unweighted":
                 kron = Kron(self.estimator.unweighted[within])  # type: ignore[union-attr]
-            elif chosen == "one-sided" or recipe.method != "bakron":
+            elif gate["damp_b"] is None or recipe.method != "bakron":
                 kron = Kron(kron.A)
+            recipe = recipe.model_copy(update={side: gate[side] for side in ("damp_a", "damp_b")})
             kron, _ = damped(kron, recipe, name)
-        proof = certify(values, W, kron, grid)
+        proof = certify(values, W, kron, grid, order=recipe.order or "natural")
         linear.weight.data.copy_(values)
         event = {"linear": name, "shape": list(W.shape), "violations": proof.violations, "max_gap": proof.max_gap}
         return Rounded(values, codes, grid, event)
@@ -129,34 +137,7 @@ def _same_inputs(job: Job, summary: dict[str, Any]) -> None:
         raise DataError(f"the calibration text {job.recipe.data} has changed since the run", "the same text")
 
 
-def _differing(target: Path, job: Job, stored: StoredCodes) -> list[str]:
-    """Linears whose tensors in the checkpoint's files are not what their codes encode to."""
-    import torch
-    from safetensors import safe_open
-
-    from bakron.export import FORMATS, Linear
-
-    where = {}
-    for file in sorted(target.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            where |= dict.fromkeys(opened.keys(), file)
-    differing = []
-    for i in range(len(job.walk)):
-        for name in job.walk.layout.linears:
-            module = f"{job.walk.prefix(i)}.{name}"
-            expected = FORMATS[job.recipe.format].encode(module, Linear(*stored.linear(i, name)), job.dtype)
-            for key, tensor in expected.items():
-                if key not in where:
-                    differing.append(module)
-                    break
-                with safe_open(where[key], "pt") as opened:
-                    if not torch.equal(opened.get_tensor(key), tensor):
-                        differing.append(module)
-                        break
-    return differing
-
-
-def _read(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def read_records(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Summary and events by linear of a finished run."""
     folder = target / rundir.FOLDER
     if not (folder / "summary.json").is_file():

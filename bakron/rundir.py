@@ -1,24 +1,41 @@
-"""Files of a run: written whole or not at all (temporary file, fsync, rename), and one JSON line an event."""
+"""Files of a run: written whole or not at all (temporary file, fsync, rename), with checksums, so that an unfinished run can be gone on with.
+
+`OUT/bakron/` holds `run.json` (what the run is: recipe, model, text; written before the work starts), `recipe.yaml`, `gradients/` while there are blocks to
+round, `codes/block_NNNN.safetensors` (the codes of a block, with its events and a checksum), `events.jsonl` (made from those), and at the very end
+`summary.json`, which says that the run is finished.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from bakron.errors import OutputError
+from bakron.errors import OutputError, RecipeError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 FOLDER = "bakron"  # within the output directory
+CHECKSUM = "sha256"  # key in the metadata of a file
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 
 
 def check_output(out: str | Path) -> Path:
-    """The output directory must be absent or empty, and its parent writable.
+    """The output directory must be absent, empty or hold an unfinished run, and be writable.
 
     Raises:
         OutputError: It is not.
@@ -26,10 +43,87 @@ def check_output(out: str | Path) -> Path:
     path = Path(out).expanduser()
     if path.exists() and not path.is_dir():
         raise OutputError(f"{out} is a file", "a new or empty directory", "Choose another output directory")
-    if path.is_dir() and any(path.iterdir()):
+    if (path / FOLDER / "summary.json").exists():
+        raise OutputError(
+            f"{out} holds a finished run",
+            "a new or empty directory, or an unfinished run",
+            "Choose another output directory or remove it first",
+        )
+    if path.is_dir() and not _begun(path) and any(file.name != "run.json.tmp" for file in _files(path)):
         raise OutputError(f"{out} is not empty", "a new or empty directory", "Choose another output directory or remove it first")
     _check_writable(path)
     return path
+
+
+def _begun(path: Path) -> bool:
+    return (path / FOLDER / "run.json").is_file()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    return (file for file in path.rglob("*") if not file.is_dir())
+
+
+def begun(out: Path) -> dict[str, Any] | None:
+    """What the unfinished run in the output directory is, or None if there is none.
+
+    Raises:
+        OutputError: Its record cannot be read.
+    """
+    if not _begun(out):
+        return None
+    file = out / FOLDER / "run.json"
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        if not isinstance(found, dict) or not isinstance(found.get("recipe"), dict):
+            raise ValueError("no recipe in it")
+        return found
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{file} cannot be read: {error}", "the record of an unfinished run", f"Remove {out} and start again") from error
+
+
+def same_run(out: Path, found: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse to go on with another run's work.
+
+    Args:
+        out: Output directory.
+        found: Values by key of the run that was begun there.
+        here: Those of this one; only keys that are in it are compared.
+
+    Raises:
+        RecipeError: Every key that differs is named, with both values.
+    """
+    if differing := [f"{key} ({found.get(key)} there, {here[key]} here)" for key in here if found.get(key) != here[key]]:
+        raise RecipeError(
+            f"{out} holds an unfinished run of another kind: {'; '.join(differing)}",
+            "the same run, or a new directory",
+            "Choose another output directory, or remove it",
+        )
+
+
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """The output directory for this process alone, for the time of a with statement; however the process ends, it is free again.
+
+    Raises:
+        OutputError: Another process has it.
+    """
+    folder = out / FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be made: {error.strerror}", "a writable directory with room on its disk") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OutputError(f"another process is working in {out}", "one run a directory", "Wait for it, or choose another") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.EBADF, errno.EINVAL):  # file systems without locks on directories
+                raise OutputError(f"{folder} cannot be locked: {error.strerror}", "a writable directory") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_store(path: str | Path) -> None:
@@ -51,8 +145,30 @@ def _check_writable(path: Path) -> None:
         raise OutputError(f"{ancestor} cannot be written", "a writable directory", "Choose another directory")
 
 
+def worth_keeping(out: Path) -> bool:
+    """Whether the output directory holds work: a finished run, a rounded block, or a part of a gradient pass."""
+    folder = out / FOLDER
+    return (folder / "summary.json").is_file() or any(folder.glob("*/*.safetensors"))
+
+
+def first_damaged(folder: Path) -> str | None:
+    """What is wrong with the first tensor file of a directory whose checksum is not right, or None."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            read_tensors(file, "a whole file")
+        except OutputError as error:
+            return str(error).rstrip(".")
+    return None
+
+
+def discard_scratch(out: Path) -> None:
+    """Remove what is of no use once every block is rounded: the gradient pass and room for activations."""
+    for name in ("gradients", "spill"):
+        shutil.rmtree(out / FOLDER / name, ignore_errors=True)
+
+
 def discard(out: Path) -> None:
-    """Remove what an unfinished run left in its output directory, and the directory if nothing else is in it."""
+    """Remove what a run left in its output directory, and the directory if nothing else is in it."""
     shutil.rmtree(out / FOLDER, ignore_errors=True)
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
@@ -65,18 +181,64 @@ def codes_file(out: Path, i: int) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Write a whole file, atomically."""
-    _replace(path, text.encode("utf-8"))
+    with _whole(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a whole safetensors file, atomically."""
-    from safetensors.torch import save
+    """Write a whole safetensors file with a checksum, atomically."""
+    metadata = dict(metadata or {})
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    stream_tensors(path, shapes, tensors.items(), metadata | {CHECKSUM: _checksum(tensors, metadata)})
 
-    _replace(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}, dict(metadata or {})))
+
+def stream_tensors(
+    path: Path,
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write a whole safetensors file, atomically, with one tensor in memory at a time.
+
+    Args:
+        path: Of the file.
+        shapes: Dtype and shape of every tensor.
+        tensors: Names and tensors, in any order, each one once.
+        metadata: Of the file.
+
+    Raises:
+        OutputError: It cannot be written.
+        ValueError: The tensors are not those of `shapes`.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in shapes.items()}
+    end = 0
+    for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name)):  # aligned, as readers want it
+        dtype, shape = shapes[name]
+        kind = DTYPES[str(dtype).removeprefix("torch.")]
+        entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [end, end + sizes[name]]}
+        end += sizes[name]
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    header += b" " * (-len(header) % 8)
+    left = set(shapes)
+    with _whole(path) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name, tensor in tensors:
+            if name not in left or (tensor.dtype, tuple(tensor.shape)) != shapes[name]:
+                raise ValueError(f"{name} is no tensor that was announced for {path}")
+            left.remove(name)
+            file.seek(8 + len(header) + entries[name]["data_offsets"][0])
+            file.write(_bytes(tensor))
+        if left:
+            raise ValueError(f"{path} lacks {min(left)}")
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file.
+def read_tensors(path: Path, expected: str = "a file of a finished run") -> dict[str, Tensor]:
+    """All tensors of a safetensors file; its checksum must be right, if it has one.
+
+    Args:
+        path: Of the file.
+        expected: What it should be, for the message.
 
     Raises:
         OutputError: The file is missing or damaged.
@@ -85,9 +247,41 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        return load_file(path)
+        tensors, metadata = load_file(path), read_metadata(path)
     except (OSError, SafetensorError) as error:
-        raise OutputError(f"{path} cannot be read: {error}", "a file of a finished run") from error
+        raise OutputError(f"{path} cannot be read: {error}", expected) from error
+    if (told := metadata.pop(CHECKSUM, None)) is not None and told != _checksum(tensors, metadata):
+        raise OutputError(f"{path} is damaged: its checksum is wrong", expected)
+    return tensors
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file.
+
+    Raises:
+        OutputError: The file is missing or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as opened:
+            return dict(opened.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"{path} cannot be read: {error}", "a safetensors file") from error
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    import torch
+
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode("utf-8"))
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
 
 
 class Events:
@@ -101,10 +295,22 @@ class Events:
         self.path = path
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Append one event."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event, allow_nan=False) + "\n")
+        """Append one event.
+
+        Raises:
+            OutputError: It holds a number that is not finite, or cannot be written.
+        """
+        line = _line(event)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be written: {error.strerror}", "a writable directory with room on its disk") from error
+
+    def replace(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Put these in place of all events there are."""
+        write_text(self.path, "".join(_line(event) for event in events))
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
@@ -112,14 +318,39 @@ class Events:
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _line(event: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(event, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise OutputError(f"a figure of {event.get('linear', 'the run')} is not finite", "a model whose losses float32 can hold") from error
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name when all of it is on the disk, and not at all if that fails."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        _sync(path.parent)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise OutputError(f"{path} cannot be written: {error.strerror}", "a writable directory with room on its disk") from error
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _sync(folder: Path) -> None:
+    """Make a rename last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -43,7 +43,8 @@ def main() -> int:
             "core_share": summary["core_share"],
         }
     print(table(rows))
-    print(f"{time.perf_counter() - start:.0f} s in all; checkpoints in {flags.out}")
+    _bakron("report", *(str(flags.out / method) for method in rows if method != "original"), "--out", str(flags.out / "report.html"))
+    print(f"{time.perf_counter() - start:.0f} s in all; checkpoints and report.html in {flags.out}")
     if flags.json:
         flags.json.write_text(json.dumps({"machine": describe(), "settings": _settings(flags), "rows": rows}, indent=1) + "\n")
     return int(rows["bakron"]["kl"] != min(rows[method]["kl"] for method in METHODS))

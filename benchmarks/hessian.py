@@ -5,6 +5,10 @@
 One seed by default; give the rows that matter more of them. Rows already in the results file are skipped. Beside quality, each row has the second-order error
 that all its roundings together leave on evaluation text that neither calibration nor KL has seen (`sum_t (g_t^T E x_t)^2` per token, summed over linears), and the peak of the
 process' resident memory, of which two copies of the model and that text's gradients are a constant part (Linux only).
+
+    python benchmarks/hessian.py --profile [--json FILE]
+
+times the sums behind A and B against plain matrix products of the same flops instead.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accumulation
 import quality
 import torch
 from machine import RESULTS
@@ -48,6 +53,11 @@ def rows() -> dict[str, dict[str, Any]]:
     found["clip 0.99"] = default | {"clip": 0.99}
     found["first token left out"] = default | {"skip_first": True}
     found["gate"] = default | {"gate": True}
+    found["damping of B chosen"] = default | {"damp_b": "auto"}
+    for factor in ("mixed", "shampoo"):
+        found[f"backprop {factor}, 4 labels a token"] = default | {"factor": factor, "samples": 4}
+    found["min-pivot order"] = default | {"order": "min-pivot"}
+    found["refit and polish"] = default | {"refit": True, "polish": 1}
     for method in ("boa", "yaqa"):
         found[method] = {"method": method}
     return found
@@ -81,6 +91,9 @@ class Measured(quality.Extra):
 
 def main() -> None:
     """Run the study that the flags ask for and print its table."""
+    if "--profile" in sys.argv:
+        accumulation.main()
+        return
     quality.ROWS, quality.STEPS = rows(), []
     for flag, default in (("--json", str(RESULTS / "hessian.json")), ("--seeds", "0")):
         if not any(argument.split("=")[0] == flag for argument in sys.argv):

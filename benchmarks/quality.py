@@ -26,6 +26,7 @@ from bakron import config, data, rundir
 from bakron.evaluation import compare
 from bakron.hessian import ESTIMATORS
 from bakron.hessian.factor import FACTORS, weighting
+from bakron.job import held_out
 from bakron.models import load as models
 from bakron.models.walk import Walk
 from bakron.pipeline import Clock, Rounded, bits_per_weight, run
@@ -132,15 +133,18 @@ def _row(
         counts["weights"] += sum(one.codes.numel() for one in rounded.values())
         counts["scales"] += sum(one.grid.scale.numel() for one in rounded.values())
 
-    estimator, held = None, max(1, len(ids) // 8) if recipe.gate else 0
+    estimator, held = None, held_out(len(ids)) if recipe.chooses else 0
+    common = {"skip": int(recipe.skip_first), "dtype": getattr(torch, recipe.accumulate or "float32")}
     start = time.perf_counter()
     if recipe.hessian == "backprop":
-        options = dict(labels=recipe.labels or "sampled", clip=recipe.clip, skip=int(recipe.skip_first), held=held)
+        options = dict(
+            labels=recipe.labels or "sampled", samples=recipe.samples or 1, clip=recipe.clip, held=held, gate=recipe.gate, **common
+        )
         folder = store / f"seed{seed}-{_pass_name(recipe)}"
         estimator = ESTIMATORS["backprop"](walk, ids, folder, factor=recipe.factor or "mixed", seed=seed, **options)
     elif recipe.hessian is not None:
         factor = {} if recipe.hessian == "input" else {"factor": recipe.factor}
-        estimator = ESTIMATORS[recipe.hessian](walk, skip=int(recipe.skip_first), **factor)
+        estimator = ESTIMATORS[recipe.hessian](walk, **factor, **common)
     gradients = time.perf_counter() - start
     used = None if estimator is None else ids[: len(ids) - held]
     run(walk, recipe, dtype=torch.bfloat16, clock=clock, ids=used, estimator=estimator, keep=keep)
@@ -167,9 +171,11 @@ def _pass_name(recipe: config.Recipe) -> str:
     clipped = recipe.clip is not None and weighting(factor).b_by_input
     extras = [
         recipe.labels == "empirical" and "empirical",
+        (recipe.samples or 1) > 1 and f"samples{recipe.samples}",
         clipped and f"clip{recipe.clip}",
         recipe.skip_first and "skip",
-        recipe.gate and "held",
+        recipe.chooses and "held",
+        recipe.accumulate == "float64" and "float64",
     ]
     return "-".join([name, *(extra for extra in extras if extra)])
 

@@ -13,7 +13,8 @@ import demo
 import quality
 from machine import RESULTS, ROOT
 
-PAGES = (ROOT / "README.md", ROOT / "bakron" / "solver" / "README.md")
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", ROOT / "bakron" / "solver" / "README.md", DOCS / "how-to" / "plug-in.md", DOCS / "explanation" / "gains.md")
 
 
 def tables() -> dict[str, str]:
@@ -31,7 +32,21 @@ def tables() -> dict[str, str]:
         found["solver"] = solver_table(json.loads((RESULTS / "solver.json").read_text()))
     if (RESULTS / "quality.json").exists():
         found["quality"] = quality.table(json.loads((RESULTS / "quality.json").read_text()))
+    if (RESULTS / "plugins.json").exists():
+        found["plugins"] = plugins_table(json.loads((RESULTS / "plugins.json").read_text()))
     return found
+
+
+def plugins_table(result: dict[str, Any]) -> str:
+    """Modifiers of llm-compressor beside each other."""
+    lines = ["| modifier | bits | KL, nats | perplexity | agreement |", "|---|---|---|---|---|"]
+    for row in result["rows"]:
+        lines.append(f"| {row['row']} | {row['bits']} | {row['kl']:.4f} | {row['perplexity']:.2f} | {100 * row['agreement']:.1f} % |")
+    setting = result["setting"]
+    lines.append(
+        f"\n{setting['model']}, group {setting['group_size']}; calibration {setting['calibration']}, evaluation {setting['evaluation']}."
+    )
+    return "\n".join(lines)
 
 
 def solver_table(result: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bakron.grids import CodebookGrid, E8Grid, Grid, UniformGrid
+from bakron.grids import CodebookGrid, E8Grid, Grid, OffsetGrid, UniformGrid
 from bakron.kron import Kron
 
 
@@ -117,10 +117,18 @@ def dyadic(m: int, n: int, *, seed: int = 0, low: int = -3, high: int = 3, densi
     return Problem(W.float(), Kron(factor(n), factor(m)), UniformGrid(scale.float(), None, low, high))
 
 
+def offset_grid(W: Tensor, levels: int = 7, group_size: int = 8) -> OffsetGrid:
+    """From the smallest to the largest weight of each group."""
+    groups = W.float().unflatten(1, (-1, group_size))
+    least = groups.amin(2)
+    return OffsetGrid((groups.amax(2) - least) / (levels - 1), None, 0, levels - 1, group_size, None, least)
+
+
 # Every kind of grid, fitted to a weight whose width 8 and 16 divide.
 GRIDS: dict[str, Callable[[Tensor], Grid]] = {
     "uniform": lambda W: UniformGrid.fit(W, 7),
     "uniform-asymmetric-grouped": lambda W: UniformGrid.fit(W, bits=3, group_size=8, symmetric=False),
+    "offset": offset_grid,
     "nf4": lambda W: CodebookGrid.fit(W, "nf4", 16),
     "mxfp4": lambda W: CodebookGrid.fit(W, "e2m1", 16, scale_format="e8m0"),
     "nvfp4": lambda W: CodebookGrid.fit(W, "e2m1", 16, scale_format="e4m3"),

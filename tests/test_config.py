@@ -83,6 +83,7 @@ optional = {
     "hessian": st.sampled_from(["input", "attention-local", "value-local", "heads-local", "mlp-local", "fully-local", "backprop"]),
     "factor": st.sampled_from(["kfac", "shampoo", "shampoo:3", "mixed", "sequence", "kl", "kl:12"]),
     "labels": st.sampled_from(["sampled", "empirical"]),
+    "samples": st.integers(1, 4),
     "clip": st.sampled_from([0.5, 0.99]),
     "skip_first": st.booleans(),
     "diagnostics": st.booleans(),
@@ -93,7 +94,11 @@ optional = {
     "scale": st.sampled_from(["absmax", "mse", "curvature"]),
     "damping": st.sampled_from(["diagonal", "mean"]),
     "damp_a": st.floats(0, 10),
-    "damp_b": st.floats(0, 10),
+    "damp_b": st.one_of(st.floats(0, 10), st.just("auto")),
+    "order": st.sampled_from(["natural", "diagonal", "min-pivot", "reversed"]),
+    "refit": st.booleans(),
+    "polish": st.integers(1, 99),
+    "accumulate": st.sampled_from(["float32", "float64"]),
     "inputs": st.sampled_from(["quantized", "original"]),
     "group_size": st.sampled_from([-1, 1, 64, 128]),
     "factors": st.sampled_from(["cache", "C:\\cache: new"]),
@@ -123,13 +128,14 @@ def test_presets_are_short_for_settings_and_give_way_to_those_given():
     assert Recipe(method="bakron-mlp-local").resolve() == Recipe(hessian="mlp-local", factor="shampoo").resolve()
     assert Recipe(method="bakron-fully-local").resolve() == Recipe(hessian="fully-local", factor="shampoo").resolve()
     yaqa = Recipe(method="yaqa").resolve()
-    assert (yaqa.method, yaqa.factor, yaqa.inputs, yaqa.damping, yaqa.damp_a, yaqa.damp_b) == (
+    assert (yaqa.method, yaqa.factor, yaqa.inputs, yaqa.damping, yaqa.damp_a, yaqa.damp_b, yaqa.order) == (
         "bakron",
         "sequence",
         "original",
         "mean",
         0.01,
         0.01,
+        "reversed",
     )
     assert (
         Recipe(method="boa").resolve()
@@ -154,9 +160,14 @@ def test_presets_are_short_for_settings_and_give_way_to_those_given():
         ("inputs", "original"),
         ("factors", "cache"),
         ("labels", "empirical"),
+        ("samples", 2),
         ("clip", 0.9),
         ("skip_first", True),
         ("diagnostics", True),
+        ("order", "diagonal"),
+        ("refit", True),
+        ("polish", 2),
+        ("accumulate", "float64"),
         ("gate", True),
         ("boundary_memory", "4GB"),
     ],
@@ -193,9 +204,42 @@ def test_bakron_without_output_factor_is_gptq():
     assert "would be GPTQ; expected hessian backprop. For GPTQ choose method gptq." in refusal(from_dict({"hessian": "input"}).resolve)
 
 
-def test_zero_points_need_the_dense_format():
-    assert "--format dense" in refusal(from_dict({"symmetric": False}).resolve)
-    assert from_dict({"symmetric": False, "format": "dense"}).resolve().symmetric is False
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(format="gguf", group_size=48), "group size 48 in format gguf, type q4_0; expected a multiple of 32. Use --group-size 64."),
+        (dict(format="gguf", group_size=None, gguf_type="q4_1", symmetric=True), "symmetric levels in format gguf, type q4_1"),
+        (dict(format="gguf", gguf_type="q4_0", symmetric=False), "asymmetric levels in format gguf, type q4_0"),
+        (dict(format="gguf", gguf_type="q4_0", levels=17), "17 levels in format gguf, type q4_0; expected at most 16. Use --levels 16."),
+        (dict(format="gguf", symmetric=False, bits=8), "256 levels with zero points in format gguf; expected at most 16 levels"),
+        (dict(format="gguf", gguf_type="q3_k", refit=True), "refit with gguf_type q3_k, whose scales are no free choice"),
+        (dict(gguf_type="q8_0"), "gguf_type q8_0 with format compressed-tensors; expected format gguf"),
+    ],
+    ids=str,
+)
+def test_a_format_refuses_grids_that_it_cannot_hold(given, message):
+    assert message in refusal(from_dict(given).resolve)
+
+
+@pytest.mark.parametrize(
+    "given, settled",
+    [
+        ({}, ("q4_0", 16, True, 32)),
+        (dict(levels=7), ("q4_0", 7, True, 32)),
+        (dict(bits=6), ("q8_0", 64, True, 32)),
+        (dict(symmetric=False), ("q4_1", 16, False, 32)),
+        (dict(gguf_type="q4_1"), ("q4_1", 16, False, 32)),
+        (dict(gguf_type="q3_k"), ("q3_k", 8, True, 16)),
+        (dict(gguf_type="q6_k", levels=33), ("q6_k", 33, True, 16)),
+        (dict(group_size=64), ("q4_0", 16, True, 64)),
+        (dict(group_size=-1), ("q4_0", 16, True, None)),
+    ],
+    ids=str,
+)
+def test_gguf_settles_what_is_left_open(given, settled):
+    recipe = from_dict({"format": "gguf", **given}).resolve()
+    assert (recipe.gguf_type, recipe.levels, recipe.symmetric, recipe.group_size) == settled
+    assert recipe.resolve() == recipe == from_dict(recipe.model_dump()).resolve()
 
 
 # --- values and keys that are not allowed --------------------------------------------------------
@@ -214,9 +258,9 @@ def test_zero_points_need_the_dense_format():
         ({"bits": 9}, "bits is 9; expected a whole number from 2 to 8."),
         ({"group_size": 0}, "group_size is 0; expected a whole number of at least 1, or -1 for one scale per row."),
         ({"group_size": -2}, "group_size is -2; expected a whole number of at least 1, or -1 for one scale per row."),
-        ({"damp_a": -0.1}, "damp_a is -0.1; expected a number of at least 0."),
-        ({"damp_b": float("nan")}, "damp_b is NaN; expected a number of at least 0."),
-        ({"damp_b": float("inf")}, "damp_b is Infinity; expected a number of at least 0."),
+        ({"damp_a": -0.1}, "damp_a is -0.1; expected a number of at least 0, or auto."),
+        ({"damp_b": float("nan")}, "damp_b is NaN; expected a number of at least 0, or auto."),
+        ({"damp_b": float("inf")}, "damp_b is Infinity; expected a number of at least 0, or auto."),
         ({"sequences": 0}, "sequences is 0; expected a whole number of at least 1."),
         ({"sequences": None}, "sequences is null; expected a whole number of at least 1."),
         ({"length": "long"}, "length is 'long'; expected a whole number of at least 2."),

@@ -9,14 +9,16 @@ from tiny import KINDS, save_tiny, save_tiny_gguf, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bakron
-from bakron.errors import ModelError, RecipeError
-from bakron.export import FORMATS, Linear, compressed_tensors
+import bakron.reader
+from bakron.errors import ModelError
+from bakron.export import compressed_tensors
 from bakron.export.card import model_card
 from bakron.grids import UniformGrid, code_range
 from bakron.hessian import FACTORS
 
 TEXT = "the quick brown fox jumps over the lazy dog; 0123456789.\n" * 60
 LINEARS = 14  # in two blocks
+FORMATS = ("compressed-tensors", "packed", "dense")  # those that transformers reads with what is installed here
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def text(tmp_path):
 
 
 def quantize(model, out, text, **recipe):
-    return bakron.quantize(model, out, **{**dict(levels=7, group_size=32, sequences=4, length=32, data=text), **recipe})
+    return bakron.quantize(model, out, **{**dict(levels=7, group_size=32, sequences=4, length=32, data=text, verify=False), **recipe})
 
 
 def stored_linears(out, symmetric=True):
@@ -107,13 +109,6 @@ def test_code_bits_hold_the_grid_and_no_more(levels):
     assert width == 2 or levels > 2 ** (width - 1)
 
 
-def test_zero_points_are_refused():
-    grid = UniformGrid(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), 0, 6)
-    with pytest.raises(RecipeError) as caught:
-        compressed_tensors.encode("p", Linear(torch.zeros(1, 4, dtype=torch.int32), grid), torch.float32)
-    assert str(caught.value) == ("a grid with zero points in format compressed-tensors; expected a symmetric grid. Use --format dense.")
-
-
 # --- from end to end, for every architecture ----------------------------------------------------------------------------------------------
 
 
@@ -141,7 +136,7 @@ def test_checkpoint_reloads_as_it_was_solved(kind, format, tmp_path, text):
 @pytest.mark.parametrize("format", FORMATS)
 def test_levels_and_groups(format, levels, group_size, tmp_path):
     path = save_tiny(tmp_path / "model", "llama")
-    bakron.quantize(path, tmp_path / "out", method="rtn", levels=levels, group_size=group_size, format=format)
+    bakron.quantize(path, tmp_path / "out", method="rtn", levels=levels, group_size=group_size, format=format, verify=False)
     assert_reloads(tmp_path / "out", tiny_model("llama"), torch.float32)
     for values in load_file(tmp_path / "out" / "bakron" / "codes" / "block_0000.safetensors").values():
         if not values.is_floating_point():
@@ -149,6 +144,9 @@ def test_levels_and_groups(format, levels, group_size, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     if format == "dense":
         assert "quantization_config" not in config
+    elif format == "packed":
+        found = config["quantization_config"]
+        assert (found["levels"], found["group_size"], found["symmetric"]) == (levels, group_size, True)
     else:
         weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
         width = max(2, (levels - 1).bit_length())
@@ -178,7 +176,7 @@ def test_dtypes(asked, stored, format, tmp_path, text):
     for name, tensor in load_file(tmp_path / "out" / "bakron" / "codes" / "block_0001.safetensors").items():
         assert tensor.dtype == (dtype if name.endswith(".scale") else torch.int8)
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("model", "out")]
-    if format == "compressed-tensors":
+    if format != "dense":
         assert sizes[1] < sizes[0]
     elif dtype == stored:
         assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
@@ -275,6 +273,20 @@ def test_model_card_names_model_and_figures(tmp_path):
     assert "compressed-tensors" not in (dense_card(path, tmp_path))
 
 
+@pytest.mark.parametrize(
+    "recipe, words",
+    [
+        (dict(format="packed"), "import bakron.reader"),
+        (dict(format="gptq"), "pip install gptqmodel optimum"),
+        (dict(symmetric=False), "quantization_config=CompressedTensorsConfig(dequantize=True)"),
+    ],
+    ids=str,
+)
+def test_model_card_says_how_to_load(recipe, words, tmp_path):
+    bakron.quantize(save_tiny(tmp_path / "model", "llama"), tmp_path / "out", method="rtn", group_size=32, verify=False, **recipe)
+    assert words in (tmp_path / "out" / "README.md").read_text()
+
+
 def dense_card(path, tmp_path):
     bakron.quantize(path, tmp_path / "dense", method="rtn", group_size=32, format="dense")
     return (tmp_path / "dense" / "README.md").read_text()
@@ -287,7 +299,8 @@ def test_from_gguf(quantized, format, tmp_path, text):
     quantize(tmp_path / "tiny.gguf", tmp_path / "out", text, format=format)
     assert_reloads(tmp_path / "out", original, torch.bfloat16)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config.get("quantization_config", {}).get("quant_method") == ("compressed-tensors" if format == "compressed-tensors" else None)
+    method = {"compressed-tensors": "compressed-tensors", "packed": "bakron"}.get(format)
+    assert config.get("quantization_config", {}).get("quant_method") == method
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("the fox")["input_ids"]
 
 
@@ -300,6 +313,7 @@ def test_output_holds_what_is_documented_and_nothing_else(tmp_path, text):
         "bakron/codes/block_0001.safetensors",
         "bakron/events.jsonl",
         "bakron/recipe.yaml",
+        "bakron/run.json",
         "bakron/summary.json",
         "config.json",
         "generation_config.json",

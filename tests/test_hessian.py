@@ -139,10 +139,13 @@ def test_every_factorisation_is_exact_on_one_token(factor, tmp_path):
     estimator = BackpropEstimator(walk, ids, tmp_path, factor=factor, seed=SEED)
     _, differentiated = autograd(model, ids, SEED)
     for i, hidden in enumerate(inputs_of_blocks(walk, ids)):
-        for name, kron in estimator.block(i, hidden).items():
+        krons = estimator.block(i, hidden)
+        for name, kron in krons.items():
             G = differentiated.get_submodule(f"{walk.prefix(i)}.{name}").weight.grad
-            if not bool(G.any()):  # q and k: one token attends to itself whatever they are
-                assert name in ("self_attn.q_proj", "self_attn.k_proj") and not bool(kron.B.H.any())
+            of_v = differentiated.get_submodule(f"{walk.prefix(i)}.self_attn.v_proj").weight.grad
+            if float(G.norm()) < 1e-9 * float(of_v.norm()):  # q and k: one token attends to itself whatever they are
+                assert name in ("self_attn.q_proj", "self_attn.k_proj")
+                assert float(kron.B.H.abs().max()) < 1e-9 * float(krons["self_attn.v_proj"].B.H.abs().max())  # rounding, on some processors
                 continue
             vec = G.T.reshape(-1)  # column-major
             exact = torch.outer(vec, vec)

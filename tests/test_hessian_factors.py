@@ -190,8 +190,10 @@ def test_a_later_step_keeps_the_weights_and_takes_the_inputs_given(tmp_path):
 
 
 def test_dead_outputs_are_no_obstacle(tmp_path):
-    model, ids = tiny_model("llama", **SMALL), torch.tensor([[3]])  # one token attends to itself: no gradient at q and k
-    walk = Walk(model, 1)
+    model, ids = tiny_model("llama", **SMALL), tokens(2, 8, vocabulary=8)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()  # no gradient at q, k and v
+    walk = Walk(model, 8)
     for name in ("shampoo:3", "kl"):
         krons = BackpropEstimator(walk, ids, tmp_path / name.replace(":", ""), factor=name).block(0, walk.embed(ids))
         assert len(krons["self_attn.q_proj"].B.dead) == 16 and bool(torch.isfinite(krons["mlp.up_proj"].A.H).all())

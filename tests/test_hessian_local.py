@@ -9,11 +9,14 @@ from tiny import KINDS, tiny_model
 
 from bakron import config
 from bakron.errors import RecipeError
+from bakron.grids import UniformGrid
 from bakron.hessian import ESTIMATORS, InputEstimator
 from bakron.hessian.factor import FACTORS
 from bakron.hessian.local import DOWN, GATE, PARTS, UP, K, O, Q, V
+from bakron.kron import Kron
 from bakron.models.attention import Attention
 from bakron.models.walk import Walk as AnyWalk
+from bakron.solver import solve
 
 T, N = 70, 2  # longer than attention's chunk of positions
 LOCAL = {
@@ -179,7 +182,8 @@ def test_factors_are_those_of_the_token_curvatures(factor, case):
         w = x.square().sum(-1) if FACTORS[factor].b_by_input else torch.ones(len(x), dtype=torch.float64)
         A, B = torch.einsum("t,ti,tj->ij", a, x, x), torch.einsum("t,tij->ij", w, b)
         assert_near(kron.A.H / kron.A.H.norm(), A / A.norm(), rtol=1e-5)
-        assert_near(kron.B.H / kron.B.H.norm(), B / B.norm(), rtol=1e-5)
+        whole = torch.block_diag(*kron.B.H) if kron.B.H.ndim == 3 else kron.B.H
+        assert_near(whole / whole.norm(), B / B.norm(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", LOCAL)
@@ -196,14 +200,20 @@ def test_each_estimator_has_its_linears_and_the_plain_input_for_the_rest(name):
     assert len({id(kron.A) for kron in kfac.values()}) == 4 + (V in LOCAL[name])  # unweighted A's are shared
 
 
-def test_heads_do_not_mix():
-    walk = AnyWalk(tiny_model("llama"), 16, precision="float32")
-    krons = ESTIMATORS["fully-local"](walk, factor="kfac").block(0, walk.embed(tokens(2, 16)))
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_heads_are_rounded_as_one_block_diagonal_factor_would_be(kind):
+    walk = AnyWalk(tiny_model(kind).requires_grad_(False), 16, precision="float32")
+    krons = ESTIMATORS["fully-local"](walk, factor="kfac", dtype=torch.float64).block(0, walk.embed(tokens(2, 16)))
+    linears = walk.linears(0)
     for name, heads in ((Q, 4), (K, 2), (V, 2)):
-        blocks = krons[name].B.H.unflatten(0, (heads, -1)).unflatten(2, (heads, -1)).transpose(1, 2)
-        for one in range(heads):
-            for two in range(heads):
-                assert bool(blocks[one, two].any()) == (one == two)
+        kron = krons[name]
+        assert list(kron.B.H.shape) == [heads, linears[name].out_features // heads, linears[name].out_features // heads]
+        W = linears[name].weight.double()
+        grid = UniformGrid.fit(W, 7, 32, "mse")
+        by_head = solve(W, kron.damp(0.1, 0.5), grid)
+        whole = solve(W, Kron(kron.A, torch.block_diag(*kron.B.H)).damp(0.1, 0.5), grid)
+        assert torch.equal(by_head.codes, whole.codes) and by_head.loss == pytest.approx(whole.loss, rel=1e-9)
+        assert not torch.equal(by_head.codes, solve(W, Kron(kron.A).damp(0.1), grid).codes)
 
 
 def test_hooks_and_graphs_are_gone_afterwards():

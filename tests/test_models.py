@@ -11,6 +11,7 @@ from bakron.errors import ModelError
 from bakron.models import load
 from bakron.models.layout import LAYOUTS, layout_of
 from bakron.models.walk import Walk as AnyWalk
+from bakron.models.weights import fingerprint
 
 Walk = partial(AnyWalk, precision="float32")  # bfloat16 products, where the processor has them, are not what is compared with
 
@@ -169,17 +170,17 @@ def test_shards_are_read(tmp_path):
     model = tiny_model("llama")
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    assert load.fingerprint(read(tmp_path)) == load.fingerprint(model)
+    assert fingerprint(read(tmp_path)) == fingerprint(model)
 
 
 def test_fingerprint_tells_one_changed_weight():
     model = tiny_model("llama")
-    before = load.fingerprint(model)
-    assert before == load.fingerprint(tiny_model("llama"))
+    before = fingerprint(model)
+    assert before == fingerprint(tiny_model("llama"))
     with torch.no_grad():
         weight = model.model.layers[1].mlp.up_proj.weight
         weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(10.0))
-    assert load.fingerprint(model) != before
+    assert fingerprint(model) != before
 
 
 def test_callers_state_stays_and_nothing_is_printed(tmp_path, capfd):

@@ -12,9 +12,8 @@ import bakron
 from bakron import config, data, pipeline
 from bakron.config import Recipe
 from bakron.errors import BakronError, DataError, FactorError, ModelError, OutputError, RecipeError
-from bakron.export import FORMATS
 from bakron.grids import UniformGrid, code_range
-from bakron.hessian import FACTORS, BackpropEstimator, InputEstimator, backprop
+from bakron.hessian import FACTORS, BackpropEstimator, Candidate, InputEstimator, backprop
 from bakron.kron import Kron
 from bakron.models.walk import Walk
 from bakron.recheck import certify_run
@@ -44,7 +43,7 @@ def quantize(place, tmp_path):
         if recipe.get("method") != "rtn" and "recipe" not in recipe:
             recipe = {"sequences": 4, "length": 32, "data": str(place / "text.txt")} | recipe
         if "recipe" not in recipe:
-            recipe = {"group_size": 32} | ({"levels": 7} if "bits" not in recipe else {}) | recipe
+            recipe = {"group_size": 32, "verify": False} | ({"levels": 7} if "bits" not in recipe else {}) | recipe
         summary = bakron.quantize(model, out, **recipe)
         return Run(out, summary)
 
@@ -236,6 +235,7 @@ CHOICES = {
     "hessian": [dict(method="gptq", hessian="backprop"), dict(hessian="fully-local")],
     "factor": [dict(factor=name) for name in ("kfac", "shampoo", "shampoo:2", "sequence", "kl")],
     "labels": [dict(labels="empirical")],
+    "samples": [dict(samples=2)],
     "clip": [dict(clip=0.8)],
     "skip_first": [dict(skip_first=True)],
     "levels": [dict(levels=15)],
@@ -246,6 +246,8 @@ CHOICES = {
     "damping": [dict(damping="mean")],
     "damp_a": [dict(damp_a=1.0)],
     "damp_b": [dict(damp_b=0.1)],
+    "order": [dict(order="diagonal"), dict(order="min-pivot"), dict(order="reversed")],
+    "polish": [dict(polish=1)],
     "inputs": [dict(inputs="original")],
     "sequences": [dict(sequences=8)],
     "length": [dict(length=16)],
@@ -254,14 +256,19 @@ CHOICES = {
 }
 NO_EFFECT_ON_CODES = {
     "format",
+    "gguf_type",
+    "verify",
     "dtype",
     "batch",
     "device",
     "factors",
     "precision",
     "boundary_memory",
+    "memory",
     "diagnostics",
     "gate",
+    "refit",
+    "accumulate",
 }  # tested by themselves, or need another machine
 
 
@@ -288,7 +295,7 @@ def test_bits_are_short_for_levels(change, quantize):
     assert quantize(**change).weights == quantize(bits=3).weights
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["compressed-tensors", "packed", "dense"])  # the others have scales of their own
 def test_format_changes_the_file_and_not_the_codes(format, quantize):
     base, other = quantize(), quantize(format=format)
     assert same(base.tensors, other.tensors)
@@ -378,17 +385,18 @@ def test_diagnostics_add_to_the_events_and_change_nothing_else(quantize):
         )  # 4 x 32 tokens; B is not weighted by default
 
 
-def test_gate_keeps_what_does_least_harm_on_the_sequences_held_out(quantize):
+def test_gate_keeps_what_does_clearly_least_harm_on_the_sequences_held_out(quantize):
     run = quantize(gate=True, sequences=8, damp_b=0.01, levels=4)
     counts = {}
     for event in run.events:
         errors = event["gate"]["errors"]
         assert errors.keys() == {"two-sided", "one-sided", "unweighted"} and len(set(errors.values())) == 3
-        assert event["gate"]["chosen"] == min(errors, key=errors.get)
+        better = [name for name, margin in event["gate"]["margins"].items() if margin > 1]
+        assert event["gate"]["chosen"] == (min(better, key=errors.get) if better else "two-sided")
         assert (event["rho_b"] is not None) == (event["gate"]["chosen"] == "two-sided")
-        assert event["tokens"] == 7 * 32
+        assert event["tokens"] == 6 * 32
         counts[event["gate"]["chosen"]] = counts.get(event["gate"]["chosen"], 0) + 1
-    assert run.summary["gate"] == {"held_out_sequences": 1, "chosen": counts} and len(counts) > 1
+    assert run.summary["gate"] == {"held_out_sequences": 2, "chosen": counts} and len(counts) > 1
     assert {"gate" in event for event in quantize().events} == {False}
     assert quantize(gate=True, factor="kfac").events[0]["gate"]["errors"].keys() == {"two-sided", "one-sided"}
 
@@ -398,12 +406,14 @@ def test_gated_linear_is_the_chosen_candidates_own_result():
     W, z = linear.weight.clone(), torch.randn(64, 24, generator=torch.Generator().manual_seed(0))
     x, g = z[:, :16], z[:, 16:] @ z[:8, :8]
     recipe = Recipe(levels=4, group_size=None).resolve()
-    candidates = {"one": bakron.Kron(x.T @ x, g.T @ g), "two": bakron.Kron(x.T @ x)}
-    for best in candidates:
+    tried = {"one": Candidate(bakron.Kron(x.T @ x, g.T @ g), 0.1, 1.0), "two": Candidate(bakron.Kron(x.T @ x), 0.1, None)}
+    for best in tried:
         linear.weight.copy_(W)
-        alone = pipeline.round_linear(linear, candidates[best], recipe, torch.float32, "w").values
+        alone = pipeline.round_linear(linear, tried[best].kron, recipe, torch.float32, "w").values
         linear.weight.copy_(W)
-        rounded = pipeline.round_best(linear, candidates, recipe, torch.float32, "w", lambda E, alone=alone: float((E + W - alone).norm()))
+        rounded = pipeline.round_best(
+            linear, tried, recipe, torch.float32, "w", lambda E, alone=alone: (E + W - alone).norm().expand(3, 1, 4)
+        )
         assert rounded.event["gate"]["chosen"] == best
         assert torch.equal(rounded.values, alone) and torch.equal(linear.weight, alone)
 
@@ -760,17 +770,6 @@ def test_certify_run_refuses_another_model_or_text(quantize, place, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT[::-1])
     with pytest.raises(DataError, match="has changed since the run"):
         certify_run(run.out)
-
-
-def test_a_run_that_fails_half_way_leaves_nothing_and_can_be_started_again(quantize, tmp_path, monkeypatch):
-    from bakron import pipeline
-
-    rounds = iter([pipeline.round_linear] * 9)
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "round_linear", lambda *arguments: next(rounds)(*arguments))
-        with pytest.raises(StopIteration):
-            quantize()
-    assert not (tmp_path / "out0").exists()
 
 
 def test_an_override_displaces_the_other_name_of_levels(quantize):

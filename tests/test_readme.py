@@ -36,6 +36,6 @@ def test_every_make_target_and_flag_named_exists() -> None:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"README names make {target}"
     from bakron.config import Recipe
 
-    known = {name.replace("_", "-") for name in Recipe.model_fields} | {"reference", "recipe", "data"}
+    known = {name.replace("_", "-") for name in Recipe.model_fields} | {"reference", "recipe", "data", "json"}
     for flag in set(re.findall(r"`--([a-z-]+)", README)):
         assert flag in known, f"README names --{flag}"

@@ -33,6 +33,32 @@ def tiny_tokenizer(bos: bool = True) -> Any:
     )
 
 
+def tiny_bpe(cut: str = "gpt-2", size: int = 120) -> Any:
+    """A byte-level BPE tokenizer of `size` tokens that cuts words as GPT-2 or SmolLM ("smollm") do, or one like SentencePiece's ("llama")."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    text = ["the quick brown fox jumps over the lazy dog; 0123456789.", "the man in the moon", "a lazy, lazy fox"] * 20
+    special = ["<unk>", "<s>", "</s>"]
+    if cut == "llama":
+        core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        core.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False))
+        core.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        core = Tokenizer(models.BPE())
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.pre_tokenizer = level if cut == "gpt-2" else pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
+        core.decoder = decoders.ByteLevel()
+        core.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False))
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=128)
+    made.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return made
+
+
 def tiny_config(kind: str, **changes: Any) -> Any:
     """Configuration of a tiny model: 2 blocks, width 64, 4 heads on 2 key-value heads, 128 tokens of vocabulary; `changes` win."""
     import transformers
@@ -78,8 +104,8 @@ def tiny_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     return model.eval()
 
 
-def save_tiny(path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | None = None, **changes: Any) -> Path:
-    """Write a tiny model, its tokenizer and its generation config to a directory, as a user would have it on disk.
+def save_tiny(path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | None = None, tokenizer: Any = None, **changes: Any) -> Path:
+    """Write a tiny model, its tokenizer (default: `tiny_tokenizer`) and its generation config to a directory, as a user would have it on disk.
 
     `AutoTokenizer` reads the tokenizer of a `qwen2` directory as a byte-level one, which knows neither blank nor newline; it still works.
     """
@@ -88,7 +114,7 @@ def save_tiny(path: str | Path, kind: str, seed: int = 0, dtype: torch.dtype | N
         model = model.to(dtype)
         model.config.dtype = dtype
     model.save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
+    (tokenizer or tiny_tokenizer()).save_pretrained(path)
     return Path(path)
 
 

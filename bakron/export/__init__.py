@@ -1,10 +1,8 @@
 """Checkpoints that other tools read, written from the codes as they were solved. One file a format; nothing is rounded again."""
 
-from __future__ import annotations
+from bakron.export.card import model_card
+from bakron.export.checkpoint import Linear
+from bakron.export.files import FORMATS, Content, check_content, differing, form_of, sizes, write
+from bakron.export.verify import verify
 
-from bakron.export import compressed_tensors, dense
-from bakron.export.checkpoint import Linear, write_checkpoint
-
-__all__ = ["FORMATS", "Linear", "write_checkpoint"]
-
-FORMATS = {"compressed-tensors": compressed_tensors, "dense": dense}
+__all__ = ["FORMATS", "Content", "Linear", "check_content", "differing", "form_of", "model_card", "sizes", "verify", "write"]

@@ -13,27 +13,48 @@ HOW = {
 }
 
 
+NEEDS = {
+    "compressed-tensors": "  # needs: pip install 'compressed-tensors>=0.18'",
+    "gptq": "  # needs: pip install gptqmodel optimum",
+    "packed": "  # needs: pip install bakron",
+}
+
+
 def model_card(summary: dict[str, Any]) -> str:
     """README.md of the output directory, from the summary of the run."""
     recipe = summary["recipe"]
     groups = f"one scale per {recipe['group_size']} inputs" if recipe["group_size"] else "one scale per output row"
-    needs = "  # needs: pip install 'compressed-tensors>=0.18'" if recipe["format"] == "compressed-tensors" else ""
     base = "" if Path(summary["model"]).is_absolute() else f"base_model: {json.dumps(summary['model'])}\n"  # a hub name
+    kind = f", type {recipe['gguf_type']}" if recipe["gguf_type"] else ""
     return f"""---
-{base}library_name: transformers
+{base}library_name: {"gguf" if recipe["format"] == "gguf" else "transformers"}
 tags: [quantized, bakron]
 ---
 # {Path(summary["model"]).name}, {recipe["levels"]} levels
 
 Quantized with bakron {summary["versions"]["bakron"]} by {HOW[recipe["method"]]}: {recipe["levels"]} levels, {groups},
 {summary["bits_per_weight"]} bits per quantized weight including scales ({summary["stored_bits_per_weight"]} as stored);
-{summary["parameters"]["quantized_percent"]} % of all parameters are quantized. Format: `{recipe["format"]}`.
+{summary["parameters"]["quantized_percent"]} % of all parameters are quantized. Format: `{recipe["format"]}`{kind}.
 The full recipe is in `bakron/recipe.yaml`, figures of the run in `bakron/summary.json`.
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{_use(recipe)}"""
 
-model = AutoModelForCausalLM.from_pretrained("this directory"){needs}
+
+def _use(recipe: dict[str, Any]) -> str:
+    """How to load it."""
+    if recipe["format"] == "gguf":
+        return f"""```
+llama-cli -m model-{recipe["gguf_type"].upper()}.gguf -p "Once upon a time" -n 30
+```
+"""
+    packed = "\nimport bakron.reader  # lets transformers read this format" if recipe["format"] == "packed" else ""
+    zeros = recipe["format"] == "compressed-tensors" and not recipe["symmetric"]
+    name = ", CompressedTensorsConfig" if zeros else ""
+    option = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if zeros else ""
+    return f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer{name}{packed}
+
+model = AutoModelForCausalLM.from_pretrained("this directory"{option}){NEEDS.get(recipe["format"], "")}
 tokenizer = AutoTokenizer.from_pretrained("this directory")
 print(tokenizer.decode(model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=30)[0]))
 ```

@@ -24,3 +24,8 @@ def quantization_config(grid: UniformGrid, ignore: list[str]) -> dict[str, Any] 
 def bits(grid: UniformGrid, dtype: torch.dtype) -> float:
     """Stored bits per quantized weight."""
     return float(torch.finfo(dtype).bits)
+
+
+def caveat(grid: UniformGrid) -> str | None:
+    """What a user has to know to load the file."""
+    return None

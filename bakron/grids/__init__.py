@@ -9,6 +9,7 @@ For a uniform grid that is `code = clamp(round_half_even(x) + zero, low, high)` 
 
 from bakron.grids.codebook import TABLES, CodebookGrid
 from bakron.grids.e8 import E8Grid
+from bakron.grids.offset import OffsetGrid
 from bakron.grids.scalar import Grid, ScalarGrid, check_group, check_groups
 from bakron.grids.scales import FORMATS, SCALES
 from bakron.grids.uniform import UniformGrid, code_range
@@ -20,6 +21,7 @@ __all__ = [
     "CodebookGrid",
     "E8Grid",
     "Grid",
+    "OffsetGrid",
     "ScalarGrid",
     "UniformGrid",
     "check_group",

@@ -130,7 +130,7 @@ class CodebookGrid(ScalarGrid):
         top, bottom = rows.amax(-1, keepdim=True), rows.amin(-1, keepdim=True)
         high, low = float(levels[-1]), float(levels[0])
         widest = torch.maximum(top / high, bottom / low).clamp_min(0)
-        snap = snapper(scale_format, dtype, widest)
+        snap = snapper(scale_format, dtype, widest, rows.shape[2])
         plain = cls(torch.ones(1, 1), None, 0, len(levels) - 1, None, None, levels)
 
         def rounding(x: Tensor, zero: Tensor | None = None) -> Tensor:

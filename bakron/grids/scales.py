@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from bakron.kron import Kron
 
 SCALES = ("absmax", "mse", "curvature", "diagonal", "quadratic")
-FORMATS = ("float", "e8m0", "e4m3")
+FORMATS = ("float", "e8m0", "e4m3", "float7", "int6", "int8")
+SUPER = 256  # inputs that share the scale of their scales
 SHRINKS = 80  # candidate scales per group: 1.0 down to SMALLEST times the absmax scale
 SMALLEST = 0.25
 REFINEMENTS = 3  # closed-form least-squares steps on the best candidate's codes
@@ -51,16 +52,19 @@ def prepare(W: Tensor, group_size: int | None, scale: str, kron: Kron | None) ->
     return rows, torch.where(weights.sum(-1, keepdim=True) > 0, weights, torch.ones_like(weights))  # a group of dead inputs
 
 
-def snapper(form: str, dtype: torch.dtype, widest: Tensor) -> Snap:
+def snapper(form: str, dtype: torch.dtype, widest: Tensor, size: int = 1) -> Snap:
     """Rounding to the scales that a format can hold, in float32.
 
     Args:
-        form: "float": `dtype` itself; "e8m0": powers of two (MXFP4); "e4m3": an 8-bit float times one float32 for the whole weight (NVFP4).
+        form: "float": `dtype` itself; "e8m0": powers of two (MXFP4); "e4m3": an 8-bit float times one float32 for the whole weight (NVFP4);
+            "float7": float16 with 7 significant bits, so that up to 16 of it are a float16 too; "int6", "int8": 1 to 31 or 127 times one
+            float16 for each 256 inputs (Q3_K, Q6_K).
         dtype: For "float".
-        widest: The largest scales that will be asked for.
+        widest: The largest scales that will be asked for; `[m, G, 1]` for "int6" and "int8".
+        size: Inputs per scale, for "int6" and "int8".
 
     Raises:
-        RecipeError: Unknown format.
+        RecipeError: Unknown format, or groups that do not fill blocks of 256 inputs.
     """
     if form not in FORMATS:
         raise RecipeError(f"scale format {form!r}", f"one of {', '.join(FORMATS)}")
@@ -70,9 +74,37 @@ def snapper(form: str, dtype: torch.dtype, widest: Tensor) -> Snap:
         tensor_scale = (widest.max() / torch.finfo(torch.float8_e4m3fn).max).clamp_min(torch.finfo(torch.float32).tiny)
         smallest = 2.0**-9  # the smallest subnormal: a scale may not become 0
         return lambda scale: (scale / tensor_scale).clamp(smallest, 448.0).to(torch.float8_e4m3fn).float() * tensor_scale
+    if form == "float7":
+        return _short
+    if form in ("int6", "int8"):
+        return _double(31 if form == "int6" else 127, widest, size)
     limits = torch.finfo(dtype)
     smallest = 2.0**-24 if dtype == torch.float16 else limits.tiny  # float16 is narrow enough for its subnormals to matter
     return lambda scale: scale.clamp(smallest, limits.max).to(dtype).float()
+
+
+def _short(scale: Tensor) -> Tensor:
+    fraction, exponent = torch.frexp(scale.clamp(2.0**-17, 2.0**11))  # 15 times it stays within float16, its last bit a normal one
+    return torch.ldexp((fraction * 128).round() / 128, exponent)
+
+
+def _double(most: int, widest: Tensor, size: int) -> Snap:
+    groups = widest.shape[1]
+    share = max(SUPER // size, 1)
+    if groups * size % SUPER or (SUPER % size and size % SUPER):
+        raise RecipeError(
+            f"{groups} groups of {size} inputs in scale format int{6 if most == 31 else 8}", f"whole blocks of {SUPER} inputs"
+        )
+    unit, _ = in_units(widest, share, most)
+    return lambda scale: (scale / unit).round().clamp(1, most) * unit
+
+
+def in_units(numbers: Tensor, share: int, most: int) -> tuple[Tensor, Tensor]:
+    """Numbers of at least 0 `[m, G, 1]` as a float16 for every `share` of them, large enough for the largest, times whole numbers up to `most`."""
+    m, groups, _ = numbers.shape
+    tall = numbers.reshape(m, groups // share, share).amax(2, keepdim=True) / most
+    unit = tall.clamp(2.0**-24, 65504).half().float().expand(-1, -1, share).reshape(m, groups, 1)
+    return unit, (numbers / unit).round().clamp(0, most)
 
 
 def fit_scale(

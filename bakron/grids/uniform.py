@@ -50,6 +50,7 @@ class UniformGrid(ScalarGrid):
         *,
         bits: int | None = None,
         dtype: torch.dtype | None = None,
+        scale_format: str = "float",
     ) -> UniformGrid:
         """Choose a scale (and zero point) for every row or group of `W`.
 
@@ -65,20 +66,24 @@ class UniformGrid(ScalarGrid):
             kron: Damped Hessian.
             bits: Instead of levels: levels = 2**bits.
             dtype: Dtype in which scales are stored; default: W's, or float32 where W is float64.
+            scale_format: "float" (in `dtype`), or "float7", "int6" or "int8": what GGUF's types hold, see `bakron.grids.scales.snapper`; the
+                fit compares only scales that the format holds.
 
         Raises:
-            RecipeError: Levels or bits out of range or both given, unknown scale rule, group size that does not divide n, a rule that
-                needs kron without it.
+            RecipeError: Levels or bits out of range or both given, unknown scale rule or format, group size that does not divide n, a rule
+                that needs kron without it, or that does not know the format.
             ShapeError: W is not a finite matrix, or kron is of another width.
         """
         low, high = code_range(levels, bits, symmetric)
         rows, weights = prepare(W, group_size, scale, kron)
         dtype = dtype or (torch.float32 if W.dtype == torch.float64 else W.dtype)
         zero = None
-        snap = snapper("float", dtype, rows)
+        top, bottom = rows.amax(-1, keepdim=True), rows.amin(-1, keepdim=True)
+        widest = torch.maximum(top / max(high, 1), bottom / low).clamp_min(0) if symmetric else top - bottom
+        snap = snapper(scale_format, dtype, widest, rows.shape[2])
+        if scale_format not in ("float", "float7") and (scale == "quadratic" or not symmetric):
+            raise RecipeError(f"scale format {scale_format} with {'asymmetric levels' if not symmetric else 'scale quadratic'}", "float")
         if symmetric:
-            top, bottom = rows.amax(-1, keepdim=True), rows.amin(-1, keepdim=True)
-            widest = torch.maximum(top / max(high, 1), -bottom / -low).clamp_min(0)
             fitted = fit_scale(rows, weights, widest, lambda x: x.round_().clamp_(low, high), snap, scale != "absmax", (low, high))
         else:
             fitted, zero = _fit_asymmetric(rows, weights, low, high, snap, scale != "absmax")

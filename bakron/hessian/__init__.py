@@ -8,13 +8,25 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from bakron.hessian.backprop import BackpropEstimator, Heldout
+from bakron.hessian.backprop import BackpropEstimator
 from bakron.hessian.factor import FACTORS
+from bakron.hessian.heldout import Candidate, Heldout, candidates, choose
 from bakron.hessian.input import InputEstimator
 from bakron.hessian.local import PARTS, LocalEstimator
 from bakron.kron import Kron
 
-__all__ = ["ESTIMATORS", "FACTORS", "BackpropEstimator", "Estimator", "Heldout", "InputEstimator", "LocalEstimator"]
+__all__ = [
+    "ESTIMATORS",
+    "FACTORS",
+    "BackpropEstimator",
+    "Candidate",
+    "Estimator",
+    "Heldout",
+    "InputEstimator",
+    "LocalEstimator",
+    "candidates",
+    "choose",
+]
 
 
 class Estimator(Protocol):
@@ -23,10 +35,12 @@ class Estimator(Protocol):
     Attributes:
         tokens: Tokens that the last block's factors were made from, per linear.
         effective: Effective sample sizes of the tokens' weights, per linear, behind factor "a" and, after a gradient pass, "b".
+        outliers: Tokens that outweigh all others, per linear in factor "a" and, after a gradient pass, "b": see `bakron.hessian.outliers`.
     """
 
     tokens: dict[str, int]
     effective: dict[str, dict[str, float]]
+    outliers: dict[str, dict[str, Any]]
 
     def block(self, i: int, inputs: Tensor) -> dict[str, Kron]:
         """Undamped Krons of all linears of block i, whose inputs are `[N, T, d]` on the CPU."""

@@ -10,14 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from bakron import rundir
 from bakron.errors import RecipeError
 from bakron.hessian.factor import unpack, weighting
-from bakron.hessian.gradients import Progress, block_file, block_gradients, gradient_pass, quantile, slots_in
-from bakron.hessian.input import input_factors, input_moments
+from bakron.hessian.gradients import Progress, block_file, gradient_pass, quantile, slots_in
+from bakron.hessian.heldout import Heldout
+from bakron.hessian.input import input_factors, input_moments, input_outliers
+from bakron.hessian.outliers import outliers
 from bakron.kron import Factor, Kron
 from bakron.models.walk import Walk
 
@@ -35,15 +39,18 @@ class BackpropEstimator:
         seed: Of the sampled labels.
         fingerprint: Identifies the model's weights.
         labels: "sampled" or "empirical".
+        samples: Labels sampled a token, each with a backward pass of its own: less noise in B and in the weights of A.
         clip: Quantile of the weights in A and of those in B above which they are lowered to it; None clips nothing.
         skip: First tokens of each sequence that count neither in A nor in B.
         held: Last sequences that count in neither either: `heldout` measures errors on their gradients.
+        gate: Also make `unweighted`.
+        dtype: Of products and sums, float32 or float64.
         boundary_memory: Bytes for block inputs and gradients between blocks; None keeps every block's input. Less memory costs more forward passes, and
             changes nothing else.
         progress: Called with (stage, done, total).
 
     Attributes:
-        unweighted: A of the last block with every token counted once, per linear; only with sequences held out, and where A is weighted.
+        unweighted: A of the last block with every token counted once, per linear; only with `gate`, and where A is weighted.
         passes: What the gradient pass did: runs of single blocks `forward` and `backward`, `kept` block inputs at most and their `bytes` with all that was in
             flight; None if a stored one is reused.
 
@@ -62,17 +69,21 @@ class BackpropEstimator:
         seed: int = 0,
         fingerprint: str = "",
         labels: str = "sampled",
+        samples: int = 1,
         clip: float | None = None,
         skip: int = 0,
         held: int = 0,
+        gate: bool = False,
+        dtype: torch.dtype = torch.float32,
         boundary_memory: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.walk, self.store, self.weighting = walk, store, weighting(factor)
-        self.clip, self.skip, self.held = clip, skip, held
+        self.clip, self.skip, self.gate, self.dtype = clip, skip, gate, dtype
         self.unweighted: dict[str, Factor] = {}
         self.tokens: dict[str, int] = {}
         self.effective: dict[str, dict[str, float]] = {}
+        self.outliers: dict[str, dict[str, Any]] = {}
         key = {
             "model": fingerprint,
             "tokens": hashlib.sha256(ids.contiguous().numpy().tobytes()).hexdigest(),
@@ -80,10 +91,12 @@ class BackpropEstimator:
             "seed": seed,
             **self.weighting.b_key,
             "labels": labels,
+            "samples": samples,
             "clip": clip if self.weighting.b_by_input else None,
             "skip": skip,
             "held": held,
             "precision": walk.precision,
+            "dtype": str(dtype),
         }
         self.passes: dict[str, int] | None = None
         if not _complete(store, key, len(walk)):
@@ -94,10 +107,13 @@ class BackpropEstimator:
                 seed=seed,
                 weighting=self.weighting,
                 labels=labels,
+                samples=samples,
                 clip=clip,
                 skip=skip,
                 held=held,
-                slots=slots_in(walk, ids, boundary_memory),
+                dtype=dtype,
+                slots=slots_in(walk, ids, boundary_memory, samples),
+                key=json.dumps(key, sort_keys=True),
                 progress=progress or (lambda *_: None),
             )
             rundir.write_text(store / MANIFEST, json.dumps(key, indent=1))
@@ -117,13 +133,15 @@ class BackpropEstimator:
         linears = self.walk.linears(i)
         try:
             B = {name: Factor(unpack(stored[f"{name}.B"], linear.out_features)) for name, linear in linears.items()}
+            of_b = {name: float(stored[f"{name}.effective"]) for name in linears}
+            large = {name: outliers(stored[f"{name}.sizes"][..., self.skip :], self.skip) for name in linears}
         except (KeyError, ValueError, RuntimeError) as error:
             raise RecipeError(
                 f"{block_file(self.store, i)} is damaged: {error}", "a file of a finished gradient pass", f"Remove {self.store}"
             ) from error
-        if self.held and self.weighting.a_by_gradient:
-            self.unweighted = input_factors(self.walk, i, input_moments(self.walk, i, inputs, {}, skip=self.skip))
-        of_b = {name: float(stored[f"{name}.effective"]) for name in linears}
+        if self.gate and self.weighting.a_by_gradient:
+            self.unweighted = input_factors(self.walk, i, input_moments(self.walk, i, inputs, {}, skip=self.skip, dtype=self.dtype))
+        self.outliers = {name: {"b": one} if one else {} for name, one in large.items()}
         if self.weighting.by_sequence:
             self.tokens = dict.fromkeys(linears, shape[0] * (shape[1] - self.skip))
             self.effective = {name: {"a": one, "b": one} for name, one in of_b.items()}
@@ -134,9 +152,10 @@ class BackpropEstimator:
                 weights[name] = stored[f"{name}.gradient"].reshape(shape)
                 if self.clip is not None:
                     weights[name] = weights[name].clamp_max(quantile(weights[name][:, self.skip :], self.clip))
-        grams = input_moments(self.walk, i, inputs, weights, skip=self.skip)
+        grams = input_moments(self.walk, i, inputs, weights, skip=self.skip, dtype=self.dtype)
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
         self.effective = {name: {"a": gram.effective, "b": of_b[name]} for name, gram in grams.items()}
+        self.outliers = {name: one | self.outliers[name] for name, one in input_outliers(grams, self.skip).items()}
         A = input_factors(self.walk, i, grams)
         return {name: Kron(A[name], B[name]) for name in linears}
 
@@ -144,35 +163,6 @@ class BackpropEstimator:
         """Inputs and gradients of the sequences held out, at block i, which must still have its original weights."""
         stored = rundir.read_tensors(block_file(self.store, i))
         return Heldout(self.walk, i, stored["heldout.inputs"], stored["heldout.gradient"], self.skip)
-
-
-class Heldout:
-    """The second-order error of a change of a linear, on tokens that its factors have not seen: `sum_t (g_t^T E x_t)^2`, without any factorisation.
-
-    Args:
-        walk: The original model.
-        i: Block.
-        inputs: What enters it, `[N, T, d]`.
-        gradient: At its output, `[N, T, d]`.
-        skip: First tokens of each sequence that do not count.
-    """
-
-    def __init__(self, walk: Walk, i: int, inputs: Tensor, gradient: Tensor, skip: int = 0) -> None:
-        self._streams: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in walk.linears(i)}
-
-        def visit(_rows: slice, name: str, x: Tensor, g: Tensor) -> None:
-            self._streams[name].append((x[:, skip:].flatten(0, 1).cpu(), g[:, skip:].flatten(0, 1).cpu()))
-
-        block_gradients(walk, i, inputs, gradient, visit)
-
-    def error(self, name: str, E: Tensor) -> float:
-        """Error of adding `E [m, n]` to the weight of a linear.
-
-        Args:
-            name: Of the linear within the block.
-            E: Values minus weight, on the CPU.
-        """
-        return float(sum(((x @ E.to(x).T) * g).sum(-1).double().square().sum() for x, g in self._streams[name]))
 
 
 def _complete(store: Path, key: dict[str, object], blocks: int) -> bool:

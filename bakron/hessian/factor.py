@@ -88,15 +88,20 @@ class Gram:
         size: Width of z.
         device: Where the sum is kept.
         dtype: Of products and sum, float32 or float64.
+
+    Attributes:
+        sizes: What tokens added to the trace, batch by batch; for who adds them to keep here.
     """
 
     def __init__(self, size: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.tokens = 0
+        self.sizes: list[Tensor] = []
         self._sum = torch.zeros(size, size, dtype=dtype, device=device)
         self._weights = torch.zeros(2, dtype=torch.float64, device=device)  # sums of w and w^2
 
-    def add(self, Z: Tensor, weight: Tensor | None = None) -> None:
-        """Add the tokens of `Z [..., size]`, each weighted by `weight [...]` (>= 0)."""
+    def add(self, Z: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Add the tokens of `Z [..., size]`, each weighted by `weight [...]` (>= 0); returns what each added to the trace, `[...]`."""
+        shape = Z.shape[:-1]
         Z = Z.detach().reshape(-1, Z.shape[-1]).to(self._sum.dtype)
         if weight is not None:
             weight = weight.detach().reshape(-1, 1).to(Z)
@@ -106,6 +111,7 @@ class Gram:
             self._weights += Z.shape[0]
         _add_lower(self._sum, Z)
         self.tokens += Z.shape[0]
+        return Z.square().sum(-1).view(shape)
 
     @property
     def effective(self) -> float:
@@ -160,13 +166,12 @@ class Step:
     ) -> None:
         m, n = shape
         self.weighting, self.limits = weighting, limits
-        self.tokens = 0
         self._sequences = torch.zeros(2, dtype=torch.float64, device=device)
         self.B = Gram(m, device, dtype)
         self.A = Gram(n, device, dtype) if with_a or weighting.by_sequence else None
         self._metrics = None if before is None else before._metric_pair()
 
-    def add(self, x: Tensor, g: Tensor) -> Tensor | None:
+    def add(self, x: Tensor, g: Tensor) -> tuple[Tensor | None, Tensor]:
         """Add tokens.
 
         Args:
@@ -174,18 +179,16 @@ class Step:
             g: Output gradients `[b, T, m]`.
 
         Returns:
-            Weights a_t `[b, T]` of the tokens in A, before any limit; None for `sequence`, whose A is no weighted sum.
+            Weights a_t `[b, T]` of the tokens in A, before any limit, None for `sequence`, whose A is no weighted sum; and what each token added to the trace
+            of B, `[b, T]`, by sequence what each sequence added, `[b]`.
         """
-        self.tokens += x.shape[0] * x.shape[1]
         if self.weighting.by_sequence:
-            self._add_sequences(x, g)
-            return None
+            return None, self._add_sequences(x, g)
         a, b = self.weights(x, g)
         limit_a, limit_b = self.limits or (math.inf, math.inf)
         if self.A is not None:
             self.A.add(x, a.clamp_max(limit_a) if self.weighting.a_by_gradient else None)
-        self.B.add(g, None if b is None else b.clamp_max(limit_b))
-        return a
+        return a, self.B.add(g, None if b is None else b.clamp_max(limit_b))
 
     def weights(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weights a_t and b_t `[b, T]` before any limit, b = None if B is not weighted; by sequence |G_s|^2 `[b]`, twice."""
@@ -209,9 +212,10 @@ class Step:
         for one, other in zip(g, x, strict=True):
             yield one.to(self.B.dtype).T @ other.to(self.B.dtype)
 
-    def _add_sequences(self, x: Tensor, g: Tensor) -> None:
+    def _add_sequences(self, x: Tensor, g: Tensor) -> Tensor:
         assert self.A is not None
-        for gradient in self._gradients(x, g):
+        sizes = torch.zeros(len(g), dtype=self.B.dtype, device=self.B.device)
+        for index, gradient in enumerate(self._gradients(x, g)):
             size = gradient.square().sum()
             if self.limits is not None:
                 kept = size.clamp_max(self.limits[0])
@@ -219,6 +223,8 @@ class Step:
             self._sequences += torch.stack([size.double(), size.double().square()])
             self.A.add(gradient)
             self.B.add(gradient.T)
+            sizes[index] = size
+        return sizes
 
     @property
     def finite(self) -> bool:

@@ -2,14 +2,14 @@
 
 Labels are sampled from the model's softmax, one per token (the true Fisher, which is the Hessian of the KL divergence at the original weights), or are the text's
 own next tokens (`empirical`: another matrix, in which mispredicted tokens weigh most; the last token of a sequence has none and no loss). Losses are summed, not
-averaged, so that every token's gradient is its own.
+averaged, so that every token's gradient is its own. With several labels a token, each is taken through the blocks by itself, on one forward run.
 
 Outliers: tokens (by `sequence`: sequences) whose weight in A or B is above a quantile of the weights can be clipped to it, and the first tokens of a sequence,
 where models like to put an attention sink, can be left out of both A and B.
 
 Block inputs are kept going forward, as many as the memory for them holds, and computed again where they were not (`schedule`); each block is run once more with
-gradients, so that one block's activations, weights and factors are alive on the device at a time. Of each linear the pass leaves, on disk, B (packed) and one number
-a token: its weight in A, such as |g_t|^2.
+gradients, so that one block's activations, weights and factors are alive on the device at a time. Of each linear the pass leaves, on disk, B (packed) and two
+numbers a token: its weight in A, such as |g_t|^2, and what it added to the trace of B.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bakron import rundir
-from bakron.errors import ModelError, RecipeError
+from bakron.errors import ModelError, OutputError, RecipeError
 from bakron.hessian import schedule
 from bakron.hessian.factor import Step, Weighting, pack
 from bakron.hessian.input import refuse_second_use
@@ -30,16 +30,18 @@ from bakron.models.walk import Walk
 
 Progress = Callable[[str, int, int], None]
 HEAD_TOKENS = 128  # tokens whose logits are alive at a time: a buffer small enough for allocators to recycle
-IN_FLIGHT = 3  # tensors as large as a block's input beside those kept: what enters and leaves the block that runs, and the gradient
+LEFT = "left.safetensors"  # in the store, while a pass is under way: the gradient at which it goes on
+IN_FLIGHT = 2  # tensors as large as a block's input beside those kept and the gradients: what enters and leaves the block that runs
 
 
-def slots_in(walk: Walk, ids: Tensor, memory: int | None) -> int:
+def slots_in(walk: Walk, ids: Tensor, memory: int | None, samples: int = 1) -> int:
     """How many block inputs a budget keeps.
 
     Args:
         walk: The model.
         ids: Tokens `[N, T]`.
         memory: Bytes; None for all.
+        samples: Labels a token, each with a gradient of its own.
 
     Returns:
         At least what recursive halving needs, at most one a block and one for the head.
@@ -51,14 +53,14 @@ def slots_in(walk: Walk, ids: Tensor, memory: int | None) -> int:
     if memory is None:
         return units
     one = boundary_bytes(walk, ids)
-    needed = (schedule.fewest_slots(units) + IN_FLIGHT) * one
+    needed = (schedule.fewest_slots(units) + IN_FLIGHT + samples) * one
     if memory < needed:
         raise RecipeError(
             f"boundary_memory of {memory:,} bytes for {ids.numel():,} tokens through {len(walk)} blocks",
             f"at least {needed:,} bytes",
             "Give more, or use fewer tokens",
         )
-    return min(memory // one - IN_FLIGHT, units)
+    return min(memory // one - IN_FLIGHT - samples, units)
 
 
 def boundary_bytes(walk: Walk, ids: Tensor) -> int:
@@ -75,13 +77,16 @@ def gradient_pass(
     seed: int,
     weighting: Weighting,
     labels: str = "sampled",
+    samples: int = 1,
     clip: float | None = None,
     skip: int = 0,
     held: int = 0,
+    dtype: torch.dtype = torch.float32,
     slots: int | None = None,
+    key: str = "",
     progress: Progress,
 ) -> dict[str, int]:
-    """Forward to the head, then back block by block; one file a block in `store`.
+    """Forward to the head, then back block by block; one file a block in `store`. A pass that was cut short there goes on from the last block that is done.
 
     Args:
         walk: The original model.
@@ -90,10 +95,13 @@ def gradient_pass(
         seed: Of the labels.
         weighting: The factorisation.
         labels: "sampled" or "empirical".
+        samples: Labels a token.
         clip: Quantile of weights, or None.
         skip: First tokens of each sequence that do not count.
         held: Last sequences that are kept out of all sums, and whose block inputs and gradients are stored instead.
+        dtype: Of products and sums.
         slots: Block inputs kept at once, from `slots_in`; None keeps all.
+        key: Identifies the pass; one of another key is not gone on with.
         progress: Called with (stage, done, total).
 
     Returns:
@@ -102,10 +110,12 @@ def gradient_pass(
     Raises:
         ModelError: An activation or a gradient is not finite.
     """
-    units = len(walk) + 1
-    slots = units if slots is None else slots
-    total, done = schedule.forward_runs(units, slots), [0, 0]
-    gradient = torch.empty(0)
+    units, gradient = _left(walk, store, key)
+    if units == 0:
+        return {"forward": 0, "backward": 0, "kept": 0, "bytes": 0}
+    slots = units if slots is None else min(slots, units)
+    total, done = schedule.forward_runs(units, slots), [0, max(len(walk) - units, 0)]
+    before = dict(walk.runs)
 
     def forward(i: int, inputs: Tensor) -> Tensor:
         outputs = walk.apply(i, inputs)
@@ -120,28 +130,49 @@ def gradient_pass(
     def visit(i: int, inputs: Tensor) -> None:
         nonlocal gradient
         if i == len(walk):
-            gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None)
+            gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None, samples)
+            _keep_left(store, key, i, gradient)
             return
         used = len(inputs) - held
-        tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:used], weighting, clip=clip, skip=skip)
+        tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:, :used], weighting, clip=clip, skip=skip, dtype=dtype)
         if held:
-            tensors |= {"heldout.inputs": inputs[used:], "heldout.gradient": gradient[used:]}
-            at_input = torch.cat([at_input, block_gradients(walk, i, inputs[used:], gradient[used:], lambda *_: None)])
+            tensors |= {"heldout.inputs": inputs[used:], "heldout.gradient": gradient[:, used:]}
+            whole = walk.room.empty_like(gradient)
+            whole[:, :used], whole[:, used:] = at_input, block_gradients(walk, i, inputs[used:], gradient[:, used:], lambda *_: None)
+            at_input = whole
         gradient = at_input
         rundir.write_tensors(block_file(store, i), tensors)
+        _keep_left(store, key, i, gradient)
         done[1] += 1
         progress("backward", done[1], len(walk))
 
-    runs, kept = schedule.reverse(units, slots, walk.embed(ids), forward, visit)
+    _, kept = schedule.reverse(units, slots, walk.embed(ids), forward, visit)
+    (store / LEFT).unlink(missing_ok=True)
     return {
-        "forward": runs,
-        "backward": len(walk) * weighting.steps * (1 if clip is None or not weighting.b_by_input else 2),
+        **{way: walk.runs[way] - before[way] for way in walk.runs},
         "kept": kept,
-        "bytes": (kept + IN_FLIGHT) * boundary_bytes(walk, ids),
+        "bytes": (kept + IN_FLIGHT + samples) * boundary_bytes(walk, ids),
     }
 
 
-def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids: Tensor | None = None) -> Tensor:
+def _left(walk: Walk, store: Path, key: str) -> tuple[int, Tensor]:
+    """How many units a pass that was cut short has still to visit, the head being the last, and the gradient at the output of the last of them."""
+    try:
+        found = rundir.read_metadata(store / LEFT)
+        if found.get("key") == key:
+            units, gradient = int(found["units"]), rundir.read_tensors(store / LEFT)["gradient"]
+            if all(block_file(store, i).is_file() for i in range(units, len(walk))):
+                return units, gradient
+    except OutputError:  # none there, or damaged: from the start
+        pass
+    return len(walk) + 1, torch.empty(0)
+
+
+def _keep_left(store: Path, key: str, units: int, gradient: Tensor) -> None:
+    rundir.write_tensors(store / LEFT, {"gradient": gradient}, {"key": key, "units": str(units)})
+
+
+def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids: Tensor | None = None, samples: int = 1) -> Tensor:
     """Gradient of the summed loss at the output of the last block, with labels sampled from the model or those of the text.
 
     Args:
@@ -150,39 +181,55 @@ def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids
         seed: Of the labels.
         progress: Called with (stage, done, total).
         ids: Tokens `[N, T]`, each the label of the one before it; None samples labels.
+        samples: Labels sampled a token, spread evenly over its distribution: each is a fair sample, and together they cover it better than independent ones.
 
     Returns:
-        `[N, T, d]` on the CPU.
+        `[samples, N, T, d]` on the CPU.
     """
     following = None if ids is None else torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1).flatten()
     generator = torch.Generator().manual_seed(seed)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    result = torch.empty_like(flat)
+    result = walk.room.empty((samples, *flat.shape), flat.dtype)
     with walk.head_resident():
         for start in range(0, len(flat), HEAD_TOKENS):
             x = flat[start : start + HEAD_TOKENS].to(walk.device).requires_grad_()
             with torch.enable_grad():
                 logits = walk.logits(x)
-            slope = torch.softmax(logits.detach().to(torch.promote_types(logits.dtype, torch.float32)), -1)
-            labels = sample(slope, generator) if following is None else following[start : start + len(x)].to(slope.device)
-            slope[torch.arange(len(x), device=slope.device), labels] -= 1.0  # d loss / d logits = p - onehot(label)
-            if following is not None:
+            p = torch.softmax(logits.detach().to(torch.promote_types(logits.dtype, torch.float32)), -1)
+            u = torch.rand(len(p), generator=generator, dtype=torch.float64)
+            for number in range(samples):
+                labels = draw(p, (u + number / samples) % 1) if following is None else following[start : start + len(x)].to(p.device)
+                slope = p.clone()
+                slope[torch.arange(len(x), device=p.device), labels] -= 1.0  # d loss / d logits = p - onehot(label)
                 slope[labels < 0] = 0.0
-            result[start : start + HEAD_TOKENS] = torch.autograd.grad(logits, x, slope.to(logits.dtype))[0].cpu()
+                at_input = torch.autograd.grad(logits, x, slope.to(logits.dtype), retain_graph=number + 1 < samples)[0]
+                result[number, start : start + HEAD_TOKENS] = at_input.cpu()
             progress("head", min(start + HEAD_TOKENS, len(flat)), len(flat))
-    return result.reshape(hidden.shape)
+    return result.reshape(samples, *hidden.shape)
 
 
 def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """One index per row of `[t, vocabulary]`, by inverting the cumulative sum in float64: one uniform number a token, the same on every device."""
+    """One index per row of `[t, vocabulary]`: one uniform number a token, the same on every device."""
+    return draw(probabilities, torch.rand(len(probabilities), generator=generator, dtype=torch.float64))
+
+
+def draw(probabilities: Tensor, u: Tensor) -> Tensor:
+    """One index per row of `[t, vocabulary]`, where its cumulative sum, in float64, passes `u [t]` in [0, 1)."""
     cumulative = probabilities.double().cumsum(-1)
-    uniform = torch.rand(len(probabilities), 1, generator=generator, dtype=torch.float64).to(probabilities.device)
-    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    index = torch.searchsorted(cumulative, u[:, None].to(probabilities.device) * cumulative[:, -1:], right=True)
     return index.clamp_max(probabilities.shape[1] - 1).flatten()
 
 
 def block_moments(
-    walk: Walk, i: int, inputs: Tensor, gradient: Tensor, weighting: Weighting, *, clip: float | None = None, skip: int = 0
+    walk: Walk,
+    i: int,
+    inputs: Tensor,
+    gradient: Tensor,
+    weighting: Weighting,
+    *,
+    clip: float | None = None,
+    skip: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """What the gradient pass keeps of block i: one recomputation of the block a step of the factorisation, two if weights in B are clipped.
 
@@ -190,21 +237,21 @@ def block_moments(
         walk: The original model.
         i: Block.
         inputs: `[N, T, d]` on the CPU.
-        gradient: At the block's output, `[N, T, d]` on the CPU.
+        gradient: At the block's output, `[samples, N, T, d]` on the CPU.
         weighting: The factorisation.
         clip: Quantile of weights, or None.
         skip: First tokens of each sequence that do not count.
+        dtype: Of products and sums; that of the inputs if it is wider.
 
     Returns:
-        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, and `name.gradient`, the tokens' weights in A `[N T]` before clipping
-        (or, by sequence, `name.A`, packed); and the gradient at the block's input.
+        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.sizes`, what tokens (by sequence: sequences) added to its trace,
+        and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence, `name.A`, packed); and the gradient at the block's input.
 
     Raises:
         ModelError: A gradient is not finite.
     """
     linears = walk.linears(i)
-    dtype = torch.promote_types(inputs.dtype, torch.float32)
-    weights = {name: torch.zeros(inputs.shape[:2], dtype=dtype) for name in linears}
+    dtype = torch.promote_types(inputs.dtype, dtype)
     steps: dict[str, Step] = {}
     for k in range(weighting.steps):
         steps = {
@@ -220,13 +267,7 @@ def block_moments(
         }
         if clip is not None and weighting.b_by_input:
             _set_limits(walk, i, inputs, gradient, steps, clip, skip)
-
-        def visit(rows: slice, name: str, x: Tensor, g: Tensor, steps: dict[str, Step] = steps) -> None:
-            a = steps[name].add(x[:, skip:], g[:, skip:])
-            if a is not None:
-                weights[name][rows, skip:] = a.cpu()
-
-        at_input = block_gradients(walk, i, inputs, gradient, visit)
+        weights, sizes, at_input = _add_all(walk, i, inputs, gradient, steps, skip)
         if bad := [name for name, step in steps.items() if not step.finite]:
             raise ModelError(
                 f"the gradients at {walk.prefix(i)}.{bad[0]} are not finite",
@@ -236,12 +277,35 @@ def block_moments(
     tensors = {}
     for name, step in steps.items():
         tensors |= {f"{name}.B": pack(step.B.value()), f"{name}.effective": torch.tensor(step.effective, dtype=torch.float64)}
+        tensors[f"{name}.sizes"] = sizes[name]
         if weighting.by_sequence:
             assert step.A is not None
             tensors[f"{name}.A"] = pack(step.A.value())
         else:
             tensors[f"{name}.gradient"] = weights[name].reshape(-1)
     return tensors, at_input
+
+
+def _add_all(
+    walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], skip: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Add every token to each linear's step.
+
+    Returns:
+        Per linear the tokens' weights in A `[N, T]` and what they added to the trace of B (by sequence `[N]`), summed over samples; the gradient at the input.
+    """
+    weights = {name: torch.zeros(inputs.shape[:2], dtype=step.B.dtype) for name, step in steps.items()}
+    sizes = {name: weights[name].new_zeros(inputs.shape[: 1 if step.weighting.by_sequence else 2]) for name, step in steps.items()}
+
+    def visit(rows: slice, name: str, x: Tensor, g: Tensor) -> None:
+        a, size = steps[name].add(x[:, skip:], g[:, skip:])
+        if a is None:
+            sizes[name][rows] += size.cpu()
+        else:
+            sizes[name][rows, skip:] += size.cpu()
+            weights[name][rows, skip:] += a.cpu()
+
+    return weights, sizes, block_gradients(walk, i, inputs, gradient, visit)
 
 
 def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], clip: float, skip: int) -> None:
@@ -266,14 +330,15 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
         walk: The model.
         i: Block.
         inputs: `[N, T, d]` on the CPU.
-        gradient: At the block's output, `[N, T, d]` on the CPU.
-        visit: Called for each batch and linear with (sequences, linear, its inputs `[b, T, n]`, the gradient at its outputs `[b, T, m]`), on the device.
+        gradient: At the block's output, `[samples, N, T, d]` on the CPU.
+        visit: Called for each batch, sample and linear with (sequences, linear, its inputs `[b, T, n]`, the gradient at its outputs `[b, T, m]`), on the device.
 
     Returns:
-        The gradient at the block's input, `[N, T, d]` on the CPU.
+        The gradient at the block's input, `[samples, N, T, d]` on the CPU.
     """
     linears = walk.linears(i)
-    result = torch.empty_like(gradient)
+    result = walk.room.empty_like(gradient)
+    walk.runs["backward"] += len(gradient)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -292,10 +357,11 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
                 with torch.enable_grad():
                     y = walk.run(i, x)
                 outputs = [seen[name][1] for name in linears]
-                at_input, *at_outputs = torch.autograd.grad(y, [x, *outputs], gradient[rows].to(y))
-                result[rows] = at_input.cpu()
-                for name, g in zip(linears, at_outputs, strict=True):
-                    visit(rows, name, seen[name][0], g)
+                for number, one in enumerate(gradient):
+                    at_input, *at_outputs = torch.autograd.grad(y, [x, *outputs], one[rows].to(y), retain_graph=number + 1 < len(gradient))
+                    result[number, rows] = at_input.cpu()
+                    for name, g in zip(linears, at_outputs, strict=True):
+                        visit(rows, name, seen[name][0], g)
                 seen.clear()
     finally:
         for handle in handles:

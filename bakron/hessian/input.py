@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bakron.errors import FactorError, ModelError
 from bakron.hessian.factor import Gram
+from bakron.hessian.outliers import outliers
 from bakron.kron import Factor, Kron
 from bakron.models.walk import Walk
 
@@ -19,12 +21,14 @@ class InputEstimator:
     Args:
         walk: The model.
         skip: First tokens of each sequence that do not count.
+        dtype: Of products and sums.
     """
 
-    def __init__(self, walk: Walk, *, skip: int = 0) -> None:
-        self.walk, self.skip = walk, skip
+    def __init__(self, walk: Walk, *, skip: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        self.walk, self.skip, self.dtype = walk, skip, dtype
         self.tokens: dict[str, int] = {}
         self.effective: dict[str, dict[str, float]] = {}
+        self.outliers: dict[str, dict[str, Any]] = {}
 
     def block(self, i: int, inputs: Tensor) -> dict[str, Kron]:
         """One pass through block i; linears that see the same input share one Factor.
@@ -36,9 +40,10 @@ class InputEstimator:
         Returns:
             Undamped Kron per linear, B = None.
         """
-        grams = input_moments(self.walk, i, inputs, {}, skip=self.skip)
+        grams = input_moments(self.walk, i, inputs, {}, skip=self.skip, dtype=self.dtype)
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
         self.effective = {name: {"a": gram.effective} for name, gram in grams.items()}
+        self.outliers = input_outliers(grams, self.skip)
         factors = input_factors(self.walk, i, grams)
         return {name: Kron(factor) for name, factor in factors.items()}
 
@@ -67,8 +72,29 @@ def input_factors(walk: Walk, i: int, grams: Mapping[str, Gram]) -> dict[str, Fa
     return {name: made[id(gram)] for name, gram in grams.items()}
 
 
+def input_outliers(grams: Mapping[str, Gram], skip: int) -> dict[str, dict[str, Any]]:
+    """Per linear `{"a": ...}`, see `outliers`; empty where no token outweighs the others.
+
+    Args:
+        grams: From `input_moments`.
+        skip: First tokens of each sequence that did not count.
+    """
+    found: dict[int, Any] = {}
+    for gram in grams.values():
+        if id(gram) not in found:
+            found[id(gram)] = outliers(torch.cat(gram.sizes), skip) if gram.sizes else None
+    return {name: {"a": found[id(gram)]} if found[id(gram)] else {} for name, gram in grams.items()}
+
+
 def input_moments(
-    walk: Walk, i: int, inputs: Tensor, weights: Mapping[str, Tensor], *, without: Collection[str] = (), skip: int = 0
+    walk: Walk,
+    i: int,
+    inputs: Tensor,
+    weights: Mapping[str, Tensor],
+    *,
+    without: Collection[str] = (),
+    skip: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Gram]:
     """`sum_t w_t x_t x_t^T` for every linear of block i.
 
@@ -79,13 +105,14 @@ def input_moments(
         weights: Per linear `[N, T]`; a linear without weights counts every token once, and shares its Gram with those that see the same input.
         without: Linears to leave out.
         skip: First tokens of each sequence that do not count.
+        dtype: Of products and sums; that of the inputs if it is wider.
 
     Returns:
-        Gram per linear.
+        Gram per linear, with the tokens' `sizes [b, T - skip]`.
     """
     linears, seen = walk.linears(i), dict[str, Tensor]()
     shared_inputs = [group for names in walk.layout.shared_inputs if (group := [name for name in names if name not in without])]
-    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    dtype = torch.promote_types(inputs.dtype, dtype)
     grams: dict[str, Gram] = {}
     for names in shared_inputs:
         shared = Gram(linears[names[0]].in_features, walk.device, dtype)
@@ -104,7 +131,7 @@ def input_moments(
             for name in names:
                 if id(grams[name]) not in done:
                     weight = weights[name][start : start + len(batch), skip:] if name in weights else None
-                    grams[name].add(seen[name][:, skip:], weight)
+                    grams[name].sizes.append(grams[name].add(seen[name][:, skip:], weight).cpu())
                     done.add(id(grams[name]))
         seen.clear()
 

@@ -16,12 +16,13 @@ Each is a sum over tokens `sum_t x_t x_t^T (x) b_t` with a positive semi-definit
 | up, gate | squared change of the MLP's output (gate: first order)          | (g_t g_t^T) o W_down^T W_down, g = act(gate); for gate g = act'(gate) o up |
 
 q', k' are queries and keys as attention sees them, R_t the rotation of position t, J_t the Jacobian of the q/k-norm. Heads do not mix, so B of q, k and v is
-block-diagonal. Linears that are asked for no local Hessian have A = sum x x^T, B = I, as in `input`.
+`[heads, head_dim, head_dim]`. Linears that are asked for no local Hessian have A = sum x x^T, B = I, as in `input`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,8 @@ from torch import Tensor, nn
 from bakron.config import LOCAL_FACTORS
 from bakron.errors import RecipeError
 from bakron.hessian.factor import FACTORS, Gram, Weighting
-from bakron.hessian.input import input_factors, input_moments, refuse_second_use
-from bakron.kron import Factor, Kron
+from bakron.hessian.input import input_factors, input_moments, input_outliers, refuse_second_use
+from bakron.kron import Kron
 from bakron.models.attention import Attention
 from bakron.models.walk import Walk
 
@@ -47,18 +48,22 @@ class LocalEstimator:
         parts: Names in `PARTS`.
         factor: kfac, shampoo or mixed.
         skip: First tokens of each sequence that do not count, neither in A nor in B (other tokens still attend to them).
+        dtype: Of products and sums.
 
     Raises:
         RecipeError: Another factorisation.
     """
 
-    def __init__(self, walk: Walk, parts: Iterable[str], factor: str = "mixed", *, skip: int = 0) -> None:
+    def __init__(
+        self, walk: Walk, parts: Iterable[str], factor: str = "mixed", *, skip: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
         if factor not in LOCAL_FACTORS:
             raise RecipeError(f"factor {factor} with a local Hessian", " or ".join([", ".join(LOCAL_FACTORS[:-1]), LOCAL_FACTORS[-1]]))
         self.walk, self.parts, self.weighting = walk, tuple(parts), FACTORS[factor]
-        self.skip = skip
+        self.skip, self.dtype = skip, dtype
         self.tokens: dict[str, int] = {}
         self.effective: dict[str, dict[str, float]] = {}
+        self.outliers: dict[str, dict[str, Any]] = {}
 
     def block(self, i: int, inputs: Tensor) -> dict[str, Kron]:
         """One pass through block i for the curvatures, one for the second moments of inputs.
@@ -70,7 +75,8 @@ class LocalEstimator:
         Returns:
             Undamped Kron per linear.
         """
-        parts = [PARTS[name](self.walk, i, inputs, self.weighting, self.skip) for name in self.parts]
+        dtype = torch.promote_types(inputs.dtype, self.dtype)
+        parts = [PARTS[name](self.walk, i, inputs, self.weighting, dtype, self.skip) for name in self.parts]
         seen: Seen = {}
 
         def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -91,12 +97,13 @@ class LocalEstimator:
         finally:
             for handle in handles:
                 handle.remove()
-        B = {name: Factor(one) for part in parts for name, one in part.output_factors().items()}
+        B = {name: one for part in parts for name, one in part.output_factors().items()}
         weights = {name: one for part in parts for name, one in part.weights.items()} if self.weighting.a_by_gradient else {}
         own = {name: gram for part in parts for name, gram in part.grams.items()}
-        grams = input_moments(self.walk, i, inputs, weights, without=own, skip=self.skip) | own
+        grams = input_moments(self.walk, i, inputs, weights, without=own, skip=self.skip, dtype=dtype) | own
         self.tokens = dict.fromkeys(grams, inputs.shape[0] * (inputs.shape[1] - self.skip))
         self.effective = {name: {"a": gram.effective} for name, gram in grams.items()}
+        self.outliers = input_outliers(grams, self.skip)
         A = input_factors(self.walk, i, grams)
         return {name: Kron(A[name], B.get(name)) for name in self.walk.linears(i)}
 
@@ -109,6 +116,7 @@ class Scores:
         i: Block.
         inputs: Of the block, `[N, T, d]`.
         weighting: kfac, shampoo or mixed.
+        dtype: Of products and sums.
         skip: First tokens of each sequence that do not count.
 
     Attributes:
@@ -116,26 +124,28 @@ class Scores:
         grams: Second moments of inputs that are not those of the linear itself: none here.
     """
 
-    def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, skip: int = 0) -> None:
+    def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, dtype: torch.dtype, skip: int = 0) -> None:
         self.attention, self.weighting, self.skip = Attention(walk, i), weighting, skip
-        self.weights = {name: torch.empty(inputs.shape[:2], dtype=inputs.dtype) for name in (Q, K)}
+        self.dtype = dtype
+        self.weights = {name: torch.empty(inputs.shape[:2], dtype=dtype) for name in (Q, K)}
         self.grams: dict[str, Gram] = {}
         d = self.attention.head_dim
-        self._B = {name: inputs.new_zeros(walk.linears(i)[name].out_features // d, d, d, device=walk.device) for name in (Q, K)}
+        self._B = {name: torch.zeros(walk.linears(i)[name].out_features // d, d, d, dtype=dtype, device=walk.device) for name in (Q, K)}
 
     def add(self, rows: slice, seen: Seen) -> None:
         """Add the sequences `rows`, of which `seen` has inputs and outputs of every linear."""
         for s, (x, q, k) in enumerate(zip(seen[Q][0], seen[Q][1], seen[K][1]), rows.start):
+            x = x.to(self.dtype)
             size = x.square().sum(-1) if self.weighting.b_by_input else x.new_ones(len(x))
             size[: self.skip] = 0
             for name, side, z, other in ((Q, "q", q, self.attention.rotated("k", k)), (K, "k", k, self.attention.rotated("q", q))):
-                for positions, b in self.attention.score_curvature(side, z, other):
+                for positions, b in self.attention.score_curvature(side, z.to(self.dtype), other.to(self.dtype)):
                     self.weights[name][s, positions] = b.diagonal(dim1=-2, dim2=-1).sum((0, -1)).clamp_min(0).cpu()
                     self._B[name] += torch.einsum("t,htij->hij", size[positions], b)
 
     def output_factors(self) -> dict[str, Tensor]:
-        """B per linear, `[m, m]`, block-diagonal by head."""
-        return {name: _block_diagonal(B) for name, B in self._B.items()}
+        """B per linear, `[heads, head_dim, head_dim]`: heads do not mix."""
+        return {name: _symmetric(B) for name, B in self._B.items()}
 
 
 class Values:
@@ -146,6 +156,7 @@ class Values:
         i: Block.
         inputs: Of the block, `[N, T, d]`.
         weighting: kfac, shampoo or mixed.
+        dtype: Of products and sums.
         skip: First tokens of each sequence that do not count.
 
     Attributes:
@@ -153,12 +164,12 @@ class Values:
         grams: Second moment of the attention-weighted inputs.
     """
 
-    def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, skip: int = 0) -> None:
+    def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, dtype: torch.dtype, skip: int = 0) -> None:
         self.attention, self.weighting, self.skip = Attention(walk, i), weighting, skip
         linears = walk.linears(i)
         self.weights: dict[str, Tensor] = {}
-        self.grams = {V: Gram(linears[V].in_features, walk.device, torch.promote_types(inputs.dtype, torch.float32))}
-        W = linears[O].weight.detach().to(walk.device)
+        self.grams = {V: Gram(linears[V].in_features, walk.device, dtype)}
+        W = linears[O].weight.detach().to(walk.device, dtype)
         W = W.unflatten(1, (-1, self.attention.head_dim)).transpose(0, 1)  # [heads, d, head_dim]
         self._outputs = W.mT @ W
         self._size = torch.zeros(len(W), dtype=torch.float64, device=walk.device)  # of each head's weighted inputs
@@ -176,10 +187,10 @@ class Values:
                 self._size[heads] += mixed.double().square().sum((-2, -1))
 
     def output_factors(self) -> dict[str, Tensor]:
-        """B of v, `[m, m]`, block-diagonal by key-value head."""
+        """B of v, `[key-value heads, head_dim, head_dim]`."""
         weight = self._size / self._size.mean() if self.weighting.b_by_input else torch.ones_like(self._size)
         B = self._outputs * weight.to(self._outputs)[:, None, None]
-        return {V: _block_diagonal(B.unflatten(0, (-1, self.attention.groups)).sum(1))}
+        return {V: _symmetric(B.unflatten(0, (-1, self.attention.groups)).sum(1))}
 
 
 class Gated:
@@ -190,6 +201,7 @@ class Gated:
         i: Block.
         inputs: Of the block, `[N, T, d]`.
         weighting: kfac, shampoo or mixed.
+        dtype: Of products and sums.
         skip: First tokens of each sequence that do not count.
 
     Attributes:
@@ -197,9 +209,9 @@ class Gated:
         grams: Second moments of inputs that are not those of the linear itself: none here.
     """
 
-    def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, skip: int = 0) -> None:
+    def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, dtype: torch.dtype, skip: int = 0) -> None:
         self.weighting, self.skip = weighting, skip
-        linears, dtype = walk.linears(i), torch.promote_types(inputs.dtype, torch.float32)
+        linears, self.dtype = walk.linears(i), dtype
         self.weights = {name: torch.empty(inputs.shape[:2], dtype=dtype) for name in (UP, GATE)}
         self.grams: dict[str, Gram] = {}
         self._act = walk.blocks[i].get_submodule("mlp").act_fn
@@ -214,8 +226,9 @@ class Gated:
         with torch.enable_grad():
             gate = self._act(z)
         slope = torch.autograd.grad(gate, z, torch.ones_like(gate))[0]
-        size = x.square().sum(-1) if self.weighting.b_by_input else None
+        size = x.to(self.dtype).square().sum(-1) if self.weighting.b_by_input else None
         for name, g in ((UP, gate.detach()), (GATE, slope * seen[UP][1])):
+            g = g.to(self.dtype)
             self.weights[name][rows] = (g.square() @ self._diagonal).cpu()
             self._moments[name].add(g[:, self.skip :], None if size is None else size[:, self.skip :])
 
@@ -226,13 +239,13 @@ class Gated:
         return {name: gram.value() * M for name, gram in self._moments.items()}
 
 
-PARTS: dict[str, Callable[[Walk, int, Tensor, Weighting, int], Scores | Values | Gated]] = {
+PARTS: dict[str, Callable[[Walk, int, Tensor, Weighting, torch.dtype, int], Scores | Values | Gated]] = {
     "attention": Scores,
     "value": Values,
     "mlp": Gated,
 }
 
 
-def _block_diagonal(B: Tensor) -> Tensor:
-    """`[heads, k, k]` as one symmetric `[heads k, heads k]` on the CPU."""
-    return torch.block_diag(*((B + B.mT) / 2).cpu())
+def _symmetric(B: Tensor) -> Tensor:
+    """`[heads, k, k]` without the rounding of its sums, on the CPU."""
+    return ((B + B.mT) / 2).cpu()

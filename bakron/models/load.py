@@ -1,24 +1,38 @@
-"""Find, check and read a model: a Hugging Face directory, a hub name, or a GGUF file."""
+"""Find, check and open a model: a Hugging Face directory, a hub name, or a GGUF file."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bakron.errors import ModelError
 from bakron.models.layout import layout_of
+from bakron.models.untrusted import check_sizes, read_gguf, read_json, refused, shard_names, shard_shapes
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from bakron.models.weights import Weights
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+PICKLED = "Load it in transformers and call save_pretrained"
+GGUF_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "num_hidden_layers": "block_count",
+    "vocab_size": "vocab_size",
+    "head_dim": "attention.key_length",
+}
 
 
 @dataclass(frozen=True)
@@ -27,21 +41,33 @@ class Source:
 
     Attributes:
         name: What the user wrote.
-        path: Directory, or the directory of a GGUF file; None for a hub name.
+        path: Directory, or the directory of a GGUF file; None for a hub name that has not been fetched.
         gguf: File name within `path`, or None.
         config: Parsed config.json of a directory, else None.
+        hub: Whether `name` is a hub name.
     """
 
     name: str
     path: Path | None
     gguf: str | None
     config: dict[str, Any] | None
+    hub: bool = False
+
+    @property
+    def identity(self) -> str:
+        """Hub name, or absolute path of the directory or file."""
+        return self.name if self.hub or self.path is None else str((self.path / (self.gguf or "")).resolve())
 
     @property
     def quantized(self) -> str | None:
         """The quantization method that config.json names, or None."""
         found = (self.config or {}).get("quantization_config")
         return str(found.get("quant_method", "unknown")) if isinstance(found, dict) else None
+
+    @property
+    def code(self) -> bool:
+        """Whether config.json names Python code of its own, which is never run."""
+        return bool((self.config or {}).get("auto_map"))
 
 
 def find(name: str, *, quantized: bool = False) -> Source:
@@ -56,22 +82,27 @@ def find(name: str, *, quantized: bool = False) -> Source:
 
     Raises:
         ModelError: Nothing there, a file that is not GGUF, no or a broken config.json, no safetensors weights, a missing shard, an unknown architecture,
-            or an already quantized model.
+            weights that the config does not describe, or an already quantized model.
     """
-    path = Path(name).expanduser()
-    if path.is_file():
-        with path.open("rb") as file:
-            magic = file.read(4)
+    with refused(f"{name[:80]!r} is no path that can be read", "a Hugging Face directory, a hub name, or a GGUF file", "Check the path"):
+        path = Path(name).expanduser()
+        is_file, exists = path.is_file(), path.exists()
+        magic = _magic(path) if is_file else b""
+    if is_file:
+        if magic.startswith((b"PK\3\4", b"\x80")):
+            raise ModelError(f"{name} is a pickled file", "safetensors or GGUF", PICKLED)
         if magic != b"GGUF":
             raise ModelError(f"{name} is a file that does not start with 'GGUF'", "a Hugging Face directory, a hub name, or a GGUF file")
-        return Source(name, path.parent, path.name, None)
-    if not path.exists():
+        source = Source(name, path.parent, path.name, None)
+        early_config(source)
+        return source
+    if not exists:
         is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/"))
         if not is_hub_name:
             raise ModelError(
                 f"no file or directory {name}", "a Hugging Face directory, a hub name (org/name), or a GGUF file", "Check the path"
             )
-        return Source(name, None, None, None)
+        return Source(name, None, None, None, hub=True)
     source = Source(name, path, None, _read_config(path))
     if source.quantized and not quantized:
         raise ModelError(
@@ -80,57 +111,33 @@ def find(name: str, *, quantized: bool = False) -> Source:
             "Start from the original checkpoint",
         )
     layout_of(str((source.config or {}).get("model_type")))
-    _check_shards(path)
+    check_sizes(name, source.config or {}, _check_shards(path), packed=source.quantized is not None)
     return source
+
+
+def _magic(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(4)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ModelError(f"no config.json in {path}", "a Hugging Face model directory")
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}", "JSON", "Download it again") from error
+    config = read_json(file)
     if not isinstance(config, dict):
         raise ModelError(f"{file} holds a {type(config).__name__}", "a JSON object", "Download it again")
     return config
 
 
-def _check_shards(path: Path) -> None:
+def _check_shards(path: Path) -> dict[str, tuple[int, ...]]:
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-            outside = [name for name in names if Path(name).name != name]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} cannot be read: {error!r}", "a JSON index with a weight_map", "Download it again") from error
-        if outside:
-            raise ModelError(f"{index} points outside its directory: {outside[0]}", "plain file names")
-    else:
-        names = ["model.safetensors"]
-        if not (path / names[0]).is_file() and list(path.glob("*.bin")):
-            raise ModelError(f"{path} holds pickled weights (.bin)", "safetensors", "Load it in transformers and call save_pretrained")
-    for name in names:
-        _check_shard(path / name)
-
-
-def _check_shard(file: Path) -> None:
-    """The header of a safetensors file must parse and the file must be as long as it says."""
-    if not file.is_file():
-        raise ModelError(f"{file} is missing", "every weight file of the checkpoint", "Download it again")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            if size < 8 or length > min(size - 8, 100 << 20):
-                raise ValueError(f"{size} bytes, a header of {length}")
-            header = json.loads(stream.read(length))
-            end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-            if size != 8 + length + end:
-                raise ValueError(f"{size} bytes instead of {8 + length + end}")
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ModelError(f"{file} is damaged ({error})", "a complete safetensors file", "Download it again") from error
+    names = shard_names(index) if index.is_file() else ["model.safetensors"]
+    if not index.is_file() and not (path / names[0]).is_file():
+        kinds = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt")})
+        if kinds:
+            raise ModelError(f"{path} holds pickled weights ({', '.join(kinds)})", "safetensors", PICKLED)
+    return {name: shape for file in names for name, shape in shard_shapes(path / file).items()}
 
 
 def early_config(source: Source) -> dict[str, Any]:
@@ -144,33 +151,19 @@ def early_config(source: Source) -> dict[str, Any]:
     if source.gguf is None:
         from transformers import AutoConfig
 
-        with _quiet():
-            try:
-                found = AutoConfig.from_pretrained(source.name).to_dict()
-            except (OSError, ValueError) as error:
-                raise ModelError(
-                    f"{source.name} is no directory here, and cannot be had from the hub: {_first_line(error)}",
-                    "a directory, hub name, or GGUF file",
-                ) from error
+        expected = "a directory, hub name, or GGUF file"
+        with _quiet(), refused(f"{source.name} is no directory here, and cannot be had from the hub", expected, None):
+            found = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
     else:
         _need_gguf(source)
-        from gguf import GGUFReader
-
-        try:
-            fields = {
-                name: field.contents() for name, field in GGUFReader(_where(source) + "/" + source.gguf).fields.items() if "." in name
-            }
-            kind = str(fields["general.architecture"])
-            names = {
-                "hidden_size": "embedding_length",
-                "intermediate_size": "feed_forward_length",
-                "num_attention_heads": "attention.head_count",
-            }
-            found = {"model_type": kind} | {ours: int(fields[f"{kind}.{theirs}"]) for ours, theirs in names.items()}
-            if f"{kind}.attention.key_length" in fields:
-                found["head_dim"] = int(fields[f"{kind}.attention.key_length"])
-        except (ValueError, KeyError, IndexError, OSError, OverflowError) as error:
-            raise ModelError(f"{source.name} is damaged: {error!r}", "a complete GGUF file", "Download it again") from error
+        header = read_gguf(Path(_where(source)) / source.gguf)
+        kind = str(header.fields.get("general.architecture"))
+        found = {"model_type": kind}
+        for ours, theirs in GGUF_SIZES.items():
+            if f"{kind}.{theirs}" in header.fields:
+                found[ours] = header.fields[f"{kind}.{theirs}"]
+        layout_of(kind)
+        check_sizes(source.name, found, header.shapes)
     layout_of(str(found.get("model_type")))
     return found
 
@@ -184,8 +177,57 @@ def widths(config: dict[str, Any]) -> dict[str, int]:
     return {"q_proj, k_proj, v_proj, gate_proj, up_proj": hidden, "o_proj": heads * head_dim, "down_proj": inner}
 
 
+def fetch(source: Source) -> Source:
+    """A hub model as a directory in the hub's cache; anything else as it is.
+
+    Raises:
+        ModelError: It cannot be reached, or is nothing that `find` accepts.
+    """
+    if source.path is not None:
+        return source
+    from huggingface_hub import snapshot_download
+
+    with _quiet(), refused(f"{source.name} cannot be had from the hub", "a directory, hub name, or GGUF file", None):
+        path = snapshot_download(source.name, allow_patterns=HUB_FILES)
+    return replace(find(path), name=source.name, hub=True)
+
+
+def open_model(source: Source) -> tuple[PreTrainedModel, Weights]:
+    """The model without its weights, and the weights where they are stored. Nothing is read but headers.
+
+    Args:
+        source: From `find`, fetched.
+
+    Returns:
+        The model in evaluation mode, its parameters float32 on the meta device, its buffers (such as rotary frequencies) real; and its weights.
+
+    Raises:
+        ModelError: It cannot be read, lacks weights or has others than its config, or is of an unknown architecture.
+    """
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from bakron.models.weights import GGUFReader, SafetensorsReader, Weights
+
+    assert source.path is not None
+    if source.gguf:
+        _need_gguf(source)
+    with _quiet(), _explained(source), torch.random.fork_rng(devices=[]):
+        config = AutoConfig.from_pretrained(_where(source), trust_remote_code=False, **({"gguf_file": source.gguf} if source.gguf else {}))
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model.tie_weights()
+        layout_of(model.config.model_type)
+        reader = GGUFReader(source.path / source.gguf, model) if source.gguf else SafetensorsReader(source.path)
+        weights = Weights(model, reader, source.name)
+    model.eval().requires_grad_(False)
+    model.config.use_cache = False
+    return model, weights
+
+
 def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the model into host memory, all weights in `dtype`, in evaluation mode, no gradients.
+    """Load the whole model into host memory, all weights in `dtype`, in evaluation mode, no gradients.
 
     Args:
         source: From `find`.
@@ -200,7 +242,15 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
+    from bakron.models.weights import tied_names
+
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "output_loading_info": True,
+        "use_safetensors": True,
+        "ignore_mismatched_sizes": True,
+        "trust_remote_code": False,
+    }
     if source.gguf:
         _need_gguf(source)
         options |= {"gguf_file": source.gguf}
@@ -209,17 +259,12 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
         from transformers import CompressedTensorsConfig
 
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    with _quiet():
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(_where(source), **options)
-        except ImportError as error:
-            raise ModelError(
-                f"reading {source.name} needs a package that is not installed: {error}", None, "pip install 'bakron[formats]'"
-            ) from error
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise ModelError(f"{source.name} cannot be loaded: {_first_line(error)}", "a complete causal language model") from error
+    if source.quantized == "bakron":
+        import bakron.reader  # noqa: F401 (makes the method known to transformers)
+    with _quiet(), _explained(source):
+        model, info = AutoModelForCausalLM.from_pretrained(_where(source), **options)
     layout = layout_of(model.config.model_type)
-    missing = sorted(set(info["missing_keys"]) - tied_names(model))
+    missing = sorted(set(info["missing_keys"]) - tied_names(model).keys())
     if missing:
         raise ModelError(f"{source.name} lacks {len(missing)} weights: {', '.join(missing[:3])}", "all weights")
     if misshapen := sorted(info["mismatched_keys"]):
@@ -251,23 +296,29 @@ def read_tokenizer(source: Source, *, required: bool = True) -> PreTrainedTokeni
 
     if source.gguf:
         _need_gguf(source)
-    with _quiet():
-        try:
-            return AutoTokenizer.from_pretrained(_where(source), **({"gguf_file": source.gguf} if source.gguf else {}))
-        except (OSError, ValueError, KeyError) as error:
-            if not required:
-                return None
-            raise ModelError(
-                f"no tokenizer can be loaded from {source.name}: {_first_line(error)}", "a tokenizer beside the model"
-            ) from error
+    options = {"trust_remote_code": False} | ({"gguf_file": source.gguf} if source.gguf else {})
+    try:
+        with _quiet(), refused(f"no tokenizer can be loaded from {source.name}", "a tokenizer beside the model", None):
+            return AutoTokenizer.from_pretrained(_where(source), **options)
+    except ModelError:
+        if required:
+            raise
+        return None
 
 
 def stored_dtype(source: Source, model: PreTrainedModel) -> str:
-    """Name of the dtype in which the source keeps its weights; a GGUF file's stand for bfloat16."""
+    """Name of the dtype in which the source keeps its weights; a GGUF file's stand for bfloat16.
+
+    Raises:
+        ModelError: The config names one that weights cannot have.
+    """
     if source.gguf:
         return "bfloat16"
     config = source.config or model.config.to_dict()
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    kind = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if kind not in FLOATS:
+        raise ModelError(f"the config of {source.name} has dtype {kind[:40]!r}", f"one of {', '.join(FLOATS)}", "Download it again")
+    return kind
 
 
 def check_length(model: nn.Module, length: int) -> None:
@@ -281,37 +332,17 @@ def check_length(model: nn.Module, length: int) -> None:
         raise ModelError(f"sequences of {length} tokens", f"at most {limit}, the model's max_position_embeddings", "Use a smaller length")
 
 
-def tied_names(model: PreTrainedModel) -> set[str]:
-    """Parameters that are another parameter under a second name (the head of a model with tied embeddings); they are not stored."""
-    return set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-
-
-def check_range(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Refuse a dtype that cannot hold the model's weights: they would be written as infinities.
+def check_tokens(model: nn.Module, ids: torch.Tensor) -> None:
+    """Refuse tokens that the model has no embedding for.
 
     Raises:
-        ModelError: The first such weight is named.
+        ModelError: The largest one is named.
     """
-    import torch
-
-    largest = torch.finfo(dtype).max
-    for name, parameter in model.named_parameters():
-        if (reached := float(parameter.abs().max())) > largest:
-            kind = str(dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{name} reaches {reached:.3g}", f"at most {largest:.3g}, the range of {kind}", "Choose dtype bfloat16 or float32"
-            )
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 over names and values of all weights."""
-    import torch
-
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(dtype=torch.uint8).numpy().data)
-    return digest.hexdigest()
+    rows = len(model.get_input_embeddings().weight)  # type: ignore[operator]
+    if (largest := int(ids.max())) >= rows:
+        raise ModelError(
+            f"the tokenizer gives token {largest}", f"tokens below {rows}, the model's embeddings", "Get tokenizer and weights of one model"
+        )
 
 
 def _where(source: Source) -> str:
@@ -325,8 +356,16 @@ def _need_gguf(source: Source) -> None:
         raise ModelError(f"reading the GGUF file {source.name} needs the package gguf", None, "pip install 'bakron[formats]'")
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+@contextmanager
+def _explained(source: Source) -> Iterator[None]:
+    """Say in one line what a library made of a model that it cannot load."""
+    with refused(f"{source.name} cannot be loaded", "a complete causal language model", None):
+        try:
+            yield
+        except ImportError as error:
+            raise ModelError(
+                f"reading {source.name} needs a package that is not installed: {error}", None, "pip install 'bakron[formats]'"
+            ) from error
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Run a causal language model block by block, in any order, with every block getting its own mask and position embeddings."""
+"""Run a causal language model block by block, in any order, with every block getting its own mask and position embeddings, and its weights when its turn comes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,27 +12,45 @@ from torch import Tensor, nn
 from bakron.errors import ModelError
 from bakron.models.layout import layout_of
 from bakron.models.load import check_length
+from bakron.models.room import Room
+from bakron.models.weights import Filled, Weights
 
 
 class Walk:
-    """A loaded model as a list of blocks that map hidden states `[b, T, d]` to hidden states.
+    """A model as a list of blocks that map hidden states `[b, T, d]` to hidden states.
 
     Args:
-        model: A Hugging Face causal language model of a known layout, on the CPU.
+        model: A Hugging Face causal language model of a known layout, on the CPU, or with its parameters on the meta device and `weights` given.
         length: Tokens of every sequence, T.
         device: Where blocks run; each is moved there for its turn only.
         batch: Sequences per forward pass.
         precision: "bfloat16" lets products of blocks and head round their inputs to bfloat16 (or TF32) where the processor is faster at it, with sums
             in float32; on processors without matrix units for it this still selects the faster float32 kernels. "float32" forbids it.
+        weights: Where the weights of blocks, embeddings and head come from, each for its turn only; None if the model has them.
+        room: Hands out hidden states and gradients; None for plain memory.
+
+    Attributes:
+        runs: Forward passes of all sequences through single blocks so far, and, counted by those who do them, backward ones.
 
     Raises:
         ModelError: Unknown architecture, or a linear of its layout is missing, of another kind, or shares its weight with another one.
     """
 
     def __init__(
-        self, model: nn.Module, length: int, device: str | torch.device = "cpu", batch: int = 8, precision: str = "bfloat16"
+        self,
+        model: nn.Module,
+        length: int,
+        device: str | torch.device = "cpu",
+        batch: int = 8,
+        precision: str = "bfloat16",
+        weights: Weights | None = None,
+        room: Room | None = None,
     ) -> None:
         self.model, self.length, self.batch, self.device = model, length, batch, torch.device(device)
+        self.room = room or Room()
+        self.runs = {"forward": 0, "backward": 0}
+        self._weights = weights
+        self._loaded: tuple[int, Filled] | None = None
         self.precision = {"bfloat16": "medium", "float32": "highest"}[precision]
         self.layout = layout_of(model.config.model_type)  # type: ignore[union-attr, arg-type]
         self.blocks: list[nn.Module] = list(model.get_submodule(self.layout.blocks))  # type: ignore[arg-type]
@@ -78,16 +96,21 @@ class Walk:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Hidden states that enter block 0, `[N, T, d]` on the CPU, of tokens `[N, T]`."""
-        first: list[Tensor] = []
+        result: list[Tensor] = []
+        rows = slice(0, 0)
 
         def keep(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-            first.append(hidden.detach())
+            if not result:
+                result.append(self.room.empty((len(ids), *hidden.shape[1:]), hidden.dtype))
+            result[0][rows] = hidden.detach()
             return hidden
 
-        with self._replaced(lambda i: keep if i == 0 else _identity), torch.no_grad():
-            for batch in ids.split(self.batch):
-                self._body(input_ids=batch, use_cache=False)
-        return torch.cat(first)
+        with self._embeddings(), self._replaced(lambda i: keep if i == 0 else _identity), torch.no_grad():
+            for start in range(0, len(ids), self.batch):
+                rows = slice(start, start + self.batch)
+                self._body(input_ids=ids[rows], use_cache=False)
+                self.room.release()
+        return result[0]
 
     def run(self, i: int, hidden: Tensor) -> Tensor:
         """Block i on hidden states `[b, T, d]`, on the block's device; differentiable if gradients are enabled."""
@@ -104,7 +127,8 @@ class Walk:
         Returns:
             `[N, T, d]` on the CPU.
         """
-        result = torch.empty_like(hidden)
+        result = self.room.empty_like(hidden)
+        self.runs["forward"] += 1
         with self.resident(i), torch.no_grad():
             for start, batch in self.batches(hidden):
                 result[start : start + len(batch)] = self.run(i, batch).to(result.device)
@@ -116,14 +140,29 @@ class Walk:
         """(first sequence, batch on the device) over `[N, T, d]`."""
         for start in range(0, len(hidden), self.batch):
             yield start, hidden[start : start + self.batch].to(self.device)
+            self.room.release()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection of `[..., d]`; differentiable."""
         return self.head(self.norm(hidden))
 
+    def load(self, i: int) -> None:
+        """Bring the weights of block i into memory, in place of those of the block before: changes of a block last until another one is loaded."""
+        if self._weights is None or (self._loaded is not None and self._loaded[0] == i):
+            return
+        self.unload()
+        self._loaded = i, Filled(self.blocks[i], self.prefix(i), self._weights.get)
+
+    def unload(self) -> None:
+        """Let go of the block in memory."""
+        if self._loaded is not None:
+            self._loaded[1].empty()
+            self._loaded = None
+
     @contextmanager
     def resident(self, i: int) -> Iterator[nn.Module]:
-        """Block i on the device for the time of a with statement."""
+        """Block i in memory and on the device for the time of a with statement."""
+        self.load(i)
         block = self.blocks[i].to(self.device)
         try:
             with self._products():
@@ -134,14 +173,37 @@ class Walk:
 
     @contextmanager
     def head_resident(self) -> Iterator[None]:
-        """Final norm and head on the device for the time of a with statement."""
-        self.norm.to(self.device), self.head.to(self.device)
+        """Final norm and head in memory and on the device for the time of a with statement."""
+        with self._filled(self.layout.norm, self.layout.head):
+            self.norm.to(self.device), self.head.to(self.device)
+            try:
+                with self._products():
+                    yield
+            finally:
+                if self.device.type != "cpu":
+                    self.norm.to("cpu"), self.head.to("cpu")
+
+    def _embeddings(self) -> AbstractContextManager[None]:
+        """All of the body but its blocks in memory, for the time of a with statement."""
+        within = f"{self.layout.body}." if self.layout.body else ""
+        parts = [f"{within}{name}" for name, _ in self._body.named_children()]
+        return self._filled(*(name for name in parts if name != self.layout.blocks and name != self.layout.head))
+
+    @contextmanager
+    def _filled(self, *parts: str) -> Iterator[None]:
+        """Modules with their weights in memory for the time of a with statement; no block beside them."""
+        if self._weights is None:
+            yield
+            return
+        self.unload()
+        filled: list[Filled] = []
         try:
-            with self._products():
-                yield
+            for name in parts:
+                filled.append(Filled(self.model.get_submodule(name), name, self._weights.get))
+            yield
         finally:
-            if self.device.type != "cpu":
-                self.norm.to("cpu"), self.head.to("cpu")
+            for one in reversed(filled):
+                one.empty()
 
     @contextmanager
     def _products(self) -> Iterator[None]:
@@ -171,7 +233,7 @@ class Walk:
 
             return forward
 
-        with self._replaced(recorder), torch.no_grad():
+        with self._embeddings(), self._replaced(recorder), torch.no_grad():
             self._body(input_ids=torch.zeros(1, self.length, dtype=torch.long), use_cache=False)
         if len(recorded) != len(self.blocks):
             raise ModelError(f"the model runs {len(recorded)} of its {len(self.blocks)} blocks in a forward pass", "each block once")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bakron.errors import MethodError
-from bakron.grids import E8Grid, ScalarGrid
+from bakron.grids import E8Grid, OffsetGrid, ScalarGrid
 from bakron.grids.scales import snapper
 from bakron.kron import Kron
 from bakron.solver.solution import Solution, solve
@@ -36,6 +36,10 @@ def refit_scales(codes: Tensor, W: Tensor, kron: Kron, grid: ScaledGrid) -> Scal
     Returns:
         A grid with new scales; the same grid if no better ones can be stored.
     """
+    if isinstance(grid, OffsetGrid):  # offsets stay what they are
+        base = grid.base
+        better = refit_scales(codes, W - grid.shift(W.shape[1], W.dtype), kron, base)
+        return grid if better is base else replace(grid, scale=better.scale)
     work = W.detach().to(torch.float64 if W.dtype == torch.float64 else torch.float32)
     values, spread = grid.values(codes, work.dtype), grid.spread(W.shape[1], work.dtype)
     levels = values / spread
@@ -125,6 +129,12 @@ def polish(found: Solution, W: Tensor, kron: Kron, grid: ScalarGrid, *, sweeps: 
     """
     if W.device.type != "cpu" or not isinstance(grid, ScalarGrid):
         raise MethodError(f"polish of a {type(grid).__name__} on device {W.device}", "a scalar grid, and a weight on the CPU")
+    if isinstance(grid, OffsetGrid):
+        shift = grid.shift(W.shape[1], found.values.dtype)
+        better = polish(replace(found, values=found.values - shift), W - shift, kron, grid.base, sweeps=sweeps)
+        values = grid.values(better.codes, found.values.dtype)
+        loss = kron.loss(values.double() - W.double())
+        return replace(better, values=values, loss=loss) if loss < found.loss else found
     start = time.perf_counter()
     work = W.detach().to(torch.float64 if W.dtype == torch.float64 else torch.float32)
     values, codes = found.values.to(work.dtype).clone(), found.codes.clone()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from bakron.errors import RecipeError
 from bakron.grids import Grid
 from bakron.kron import Factor, Kron
 
-ORDERS = ("natural", "diagonal", "min-pivot")
+ORDERS = ("natural", "diagonal", "min-pivot", "reversed")
 
 
 def pair(order: str | tuple[str, str]) -> tuple[str, str]:
@@ -28,14 +30,14 @@ def arrange(factor: Factor | None, order: str, size: int) -> Tensor:
     """The indices of a factor in the order of rounding, `[size]`; heads stay together.
 
     "diagonal" takes the largest diagonal entries first (GPTQ's act-order). "min-pivot" builds the order from its end: of what is left,
-    the index with the smallest pivot comes last (Chen et al. 2025), which keeps the sum of pivots small.
+    the index with the smallest pivot comes last (Chen et al. 2025), which keeps the sum of pivots small. "reversed" goes from the last index to
+    the first, as Tseng et al. 2025 do.
     """
     if factor is None or order == "natural":
         return torch.arange(size)
     parts, start = [], 0
     for head in factor.heads:
-        within = head.H.diagonal().argsort(descending=True, stable=True) if order == "diagonal" else _min_pivot(head.H)
-        parts.append(within.cpu() + start)
+        parts.append(_ARRANGE[order](head.H).cpu() + start)
         start += head.size
     return torch.cat(parts)
 
@@ -57,6 +59,13 @@ def _min_pivot(H: Tensor) -> Tensor:
             L[:, step] = (H[:, j] - L[:, :step] @ L[j, :step]) / pivot**0.5
             left -= L[:, step].square()
     return torch.tensor(order[::-1])
+
+
+_ARRANGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "diagonal": lambda H: H.diagonal().argsort(descending=True, stable=True),
+    "min-pivot": _min_pivot,
+    "reversed": lambda H: torch.arange(len(H)).flip(0),
+}
 
 
 def reorder(W: Tensor, kron: Kron, grid: Grid, order: str | tuple[str, str]) -> tuple[Tensor, Kron, Grid, Tensor, Tensor]:

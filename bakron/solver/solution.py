@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bakron.errors import MethodError, ShapeError
-from bakron.grids import Grid, ScalarGrid
+from bakron.grids import Grid, OffsetGrid, ScalarGrid
 from bakron.kron import Kron
 from bakron.solver import reference, tiled, wavefront
 from bakron.solver.orders import pair, reorder
@@ -64,8 +64,8 @@ def solve(W: Tensor, kron: Kron, grid: Grid, *, method: str = "auto", order: str
         grid: Fitted for W.
         method: A name in `METHODS`.
         order: In which order columns and rows are rounded, a name in `ORDERS` for both or a pair (columns, rows): "natural", "diagonal"
-            (largest diagonal entry first) or "min-pivot" (smallest remaining pivot last). The result comes back in its own order; groups are
-            those of the natural order.
+            (largest diagonal entry first), "min-pivot" (smallest remaining pivot last) or "reversed" (from the last index to the first). The result
+            comes back in its own order; groups are those of the natural order.
 
     Returns:
         The solution, on W's device.
@@ -89,6 +89,8 @@ def solve(W: Tensor, kron: Kron, grid: Grid, *, method: str = "auto", order: str
     sweep = METHODS[method]
     assert sweep is not None
     ordered, ordered_kron, ordered_grid, rows, columns = reorder(work, kron, grid, order)
+    if isinstance(ordered_grid, OffsetGrid):
+        ordered, ordered_grid = ordered - ordered_grid.shift(work.shape[1], work.dtype), ordered_grid.base
     ordered_kron.factor()
     if sweep is tiled.sweep and W.device.type == "cpu":
         tiled.ready(work.dtype)

@@ -1,0 +1,159 @@
+"""Write a finished run once more, in another format, from its stored codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bakron import config, formats, rundir
+from bakron.errors import ModelError, OutputError, RecipeError
+from bakron.job import StoredCodes, stored_linears
+from bakron.models import load as models
+from bakron.recheck import read_records
+
+if TYPE_CHECKING:
+    from bakron.config import Recipe
+    from bakron.export import Content
+
+Log = Callable[[str], None]
+RECORD = "export.json"  # within the folder of records; marks a directory that may be replaced
+
+
+def export_run(
+    run: str | Path,
+    out: str | Path,
+    *,
+    format: str,
+    gguf_type: str | None = None,
+    model: str | Path | None = None,
+    verify: bool = True,
+    log: Log | None = None,
+) -> dict[str, Any]:
+    """Write the codes of a finished run in another format. Nothing is rounded: a format that cannot hold them exactly is refused.
+
+    Args:
+        run: Output directory of `bakron.quantize`.
+        out: New or empty directory, or that of an earlier export, which is replaced when the new one is complete.
+        format: A name in `bakron.FORMATS`.
+        gguf_type: Type of tensors, for gguf only; default: what fits the run's levels.
+        model: The original model; default: where the run found it.
+        verify: Load the export again and compare it with the codes.
+        log: Called with one-line messages.
+
+    Returns:
+        What is written to `out/bakron/export.json`: run, format, bits, and what was verified.
+
+    Raises:
+        RecipeError: The format cannot hold the run's grids.
+        OutputError: No finished run there, or `out` is something else than said above.
+        ModelError: The model's weights are not those that the run started from, or the format has no words for it.
+    """
+    log = log or (lambda _: None)
+    origin, target = Path(run).expanduser(), Path(out).expanduser()
+    summary, _ = read_records(origin)
+    recipe = config.load(origin / rundir.FOLDER / "recipe.yaml").resolve()
+    gguf_type = _settled(recipe, format, gguf_type)
+    _check_target(origin, target)
+
+    from bakron import export
+
+    content = _content(origin, recipe, summary, model, format, gguf_type, log)
+    form = export.form_of(format, gguf_type)
+    grid = content.sample.grid
+    bits = form.bits(grid, content.dtype)
+    with _replacing(target) as fresh:
+        export.write(fresh, format, gguf_type, content)
+        log(export.sizes(fresh, content, bits))
+        if caveat := form.caveat(grid):
+            log(f"note: {caveat}")
+        checks = export.verify(fresh, format, gguf_type, content) if verify else ["not verified: nothing, by choice"]
+        for line in checks:
+            log(line)
+        record = {"model": summary["model"], "model_sha256": summary["model_sha256"], "format": format, "gguf_type": gguf_type}
+        record |= {"stored_bits_per_weight": round(bits, 4), "checks": checks, "recipe": recipe.model_dump()}  # as it was run
+        written = recipe.model_dump() | {"format": format, "gguf_type": gguf_type}
+        rundir.write_text(fresh / rundir.FOLDER / RECORD, json.dumps(record, indent=1))
+        rundir.write_text(fresh / "README.md", export.model_card(summary | record | {"recipe": written}))
+    return record
+
+
+def _settled(recipe: Recipe, format: str, gguf_type: str | None) -> str | None:
+    """The type of GGUF tensors; refuses a format that cannot hold the run's grids."""
+    if format not in formats.FORMATS and format != "gguf":
+        raise RecipeError(f"format {format!r}", config.allowed("format"))
+    if gguf_type is not None and gguf_type not in formats.GGUF_TYPES:
+        raise RecipeError(f"gguf_type {gguf_type!r}", config.allowed("gguf_type"))
+    if gguf_type is not None and format != "gguf":
+        raise RecipeError(f"gguf_type {gguf_type} with format {format}", "format gguf")
+    levels, own = recipe.levels or 0, formats.holds(recipe.format, recipe.gguf_type).form
+    if own.startswith("super") and format != "dense" and gguf_type not in (None, recipe.gguf_type):
+        raise RecipeError(
+            f"a run with gguf_type {recipe.gguf_type}, whose levels have offsets", f"gguf_type {recipe.gguf_type}, or format dense"
+        )
+    if own.startswith("super") and format not in ("dense", "gguf"):
+        raise RecipeError(f"a run with gguf_type {recipe.gguf_type}, whose levels have offsets, in format {format}", "format gguf or dense")
+    if format == "gguf" and gguf_type is None:
+        gguf_type = recipe.gguf_type or formats.gguf_type_of(levels, recipe.symmetric)
+    formats.check(format, gguf_type, levels, recipe.symmetric, recipe.group_size)
+    return gguf_type
+
+
+def _content(
+    origin: Path, recipe: Recipe, summary: dict[str, Any], model: str | Path | None, format: str, gguf_type: str | None, log: Log
+) -> Content:
+    """The original model and the run's codes; refuses a model that is not the run's, or that the format cannot write."""
+    import torch
+
+    from bakron.export import Content, check_content
+    from bakron.models.walk import Walk
+
+    source = models.find(str(model or summary["model"]))
+    log(f"loading {source.name}")
+    source = models.fetch(source)
+    loaded, weights = models.open_model(source)
+    dtype = getattr(torch, summary["dtype"])
+    if weights.survey(dtype) != summary["model_sha256"]:
+        raise ModelError(f"{source.name} has other weights than the run started from", "the same model", "Name it with --model")
+    tokenizer = models.read_tokenizer(source, required=False)
+    check_content(format, loaded.config, tokenizer, source)
+    walk = Walk(loaded, 2, weights=weights)
+    formats.check_shapes(format, gguf_type, {name: tuple(linear.weight.shape) for name, linear in walk.linears(0).items()})
+    linears = stored_linears(walk, StoredCodes(origin, recipe))
+    return Content(loaded, weights, tokenizer, source, dtype, linears, [walk.layout.head])
+
+
+def _check_target(origin: Path, target: Path) -> None:
+    """The output directory must be absent, empty, or an earlier export."""
+    if target.is_dir() and (target / rundir.FOLDER / RECORD).is_file() and target.resolve() != origin.resolve():
+        return
+    rundir.check_output(target)
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A directory beside `target` that takes its place when the with statement ends well, and vanishes when it does not."""
+    fresh, old = (target.with_name(f".{target.name}.{word}") for word in ("new", "old"))
+    for left in (fresh, old):  # of a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        try:
+            fresh.mkdir(parents=True)
+        except OSError as error:
+            raise OutputError(f"{fresh} cannot be made: {error.strerror}", "a writable directory", "Choose another directory") from error
+        yield fresh
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
