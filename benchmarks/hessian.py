@@ -3,8 +3,8 @@
     python benchmarks/hessian.py --calibration valid.txt --evaluation test.txt --scratch DIR [--rows "input;backprop mixed, B 1.0"] [--seeds 0,1,2]
 
 One seed by default; give the rows that matter more of them. Rows already in the results file are skipped. Beside quality, each row has the second-order error
-that all its roundings together leave on evaluation text that neither calibration nor KL has seen (`sum_t (g_t^T E x_t)^2` per token, summed over linears), and the peak of the
-process' resident memory, of which two copies of the model and that text's gradients are a constant part (Linux only).
+that all its roundings together leave on evaluation text which neither calibration nor KL has seen (`sum_t (g_t^T E x_t)^2` per token, summed over linears), and the
+peak of the process' resident memory, of which two copies of the model and that text's gradients are a constant part (Linux only).
 
     python benchmarks/hessian.py --profile [--json FILE]
 
