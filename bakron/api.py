@@ -17,6 +17,7 @@ from bakron.errors import RecipeError
 from bakron.job import Done, Job, make_estimator, prepare
 from bakron.job import device as device_of
 from bakron.models import load as models
+from bakron.plan import Plan, check_disk
 
 if TYPE_CHECKING:
     from bakron.config import Recipe
@@ -25,6 +26,34 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
 Observe = Callable[[dict[str, Any]], None]
+
+
+def plan(
+    model: str | Path,
+    out: str | Path | None = None,
+    *,
+    recipe: Recipe | str | Path | None = None,
+    log: Log | None = None,
+    **overrides: Any,
+) -> Plan:
+    """What `quantize` with the same arguments would take.
+
+    Args:
+        model: Hugging Face directory, hub name, or GGUF file.
+        out: Where the run would go, to check the disk; None to leave that out.
+        recipe: A recipe or the path of a YAML file.
+        log: Called with one-line messages.
+        **overrides: Fields of the recipe that win over it.
+
+    Returns:
+        The plan, with every problem found; see `bakron.plan`.
+
+    Raises:
+        RecipeError: The recipe itself is wrong.
+    """
+    from bakron import plan as plans
+
+    return plans.plan(model, out, _recipe(recipe, overrides), log or (lambda _: None))
 
 
 @dataclass(frozen=True)
@@ -89,6 +118,7 @@ def quantize(
     clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
         job = prepare(source, recipe, log, target)
+        check_disk(job, target)
     observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
     try:
         with rundir.held(target):
@@ -112,15 +142,24 @@ def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warn
     rundir.discard_scratch(target)
     with clock.stage("write"):
         exported = _export(target, job, watch.log)
+    if done.nearest:
+        names = ", ".join(done.nearest)
+        watch.log(f"warning: too few tokens reached {len(done.nearest)} linears of experts, which were rounded to nearest: {names}")
     if alarm := outliers_warning(done.outlying):
         watch.log(alarm)
+    if done.fallbacks:
+        named = ", ".join(f"{name} ({how})" for name, how in done.fallbacks.items())
+        watch.log(f"warning: {len(done.fallbacks)} linears were rounded without a factor that could not be used: {named}")
     if done.raised:
         watch.log(
             f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help"
         )
     summary = _summary(job, done, exported, clock, time.perf_counter() - start) | {
         "gradient_pass": passes,
+        "passes": job.walk.runs,
+        "rounded_to_nearest": done.nearest,
         "gate": {"held_out_sequences": job.held, "chosen": done.chosen} if job.held else None,
+        "fallbacks": done.fallbacks,
         "sessions": sessions,
         "warnings": warnings,
     }
@@ -241,7 +280,6 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> di
             tiled.ready(torch.float32)  # compiled once and cached on disk; no part of the solver's time
     with clock.stage("hessian"):
         estimator = make_estimator(job, target, watch.progress, watch.log)
-    names = job.walk.layout.linears
     run(
         job.walk,
         recipe,
@@ -250,7 +288,7 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> di
         ids=job.used,
         estimator=estimator,
         keep=done.keep,
-        stored=lambda i: done.stored.values(i, names) if i < done.count else None,
+        stored=lambda i: done.stored.values(i, job.walk.chosen(i)) if i < done.count else None,
         progress=watch.progress,
         observe=watch.observe,
     )

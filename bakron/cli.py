@@ -26,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 STDOUT = Path("-")
+FELL_BACK = 3  # exit status of a run that ended well but for layers that were rounded without their Hessian
 GROUPS = {
     "What to quantize to": ("levels", "bits", "group_size", "symmetric", "scale", "format", "gguf_type", "dtype", "verify"),
     "How to round": (
@@ -46,6 +47,7 @@ GROUPS = {
         "gate",
     ),
     "Calibration": ("data", "sequences", "length", "seed"),
+    "Layers": ("include", "exclude", "on_failure"),
     "Machine": ("device", "batch", "precision", "accumulate", "memory", "boundary_memory", "factors", "diagnostics"),
 }
 
@@ -87,6 +89,28 @@ def quantize(model: str, out: str, recipe: str | None, json_file: Path | None, q
             f"{summary['bits_per_weight']} bits ({summary['stored_bits_per_weight']} as stored); {seconds['total']:.0f} s, of it "
             f"{seconds['hessian']:.0f} s Hessians, {seconds['solve']:.0f} s solving ({100 * summary['core_share']:.1f} %)"
         )
+    if summary["fallbacks"]:
+        raise typer.Exit(FELL_BACK)
+
+
+def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None, quiet: bool, **flags: Any) -> None:
+    """Say what bakron quantize would take with the same arguments: memory by stage, disk, passes, time, and every problem that can be seen already.
+
+    Reads the text and every weight once, and does the work of one block on a few sequences. Exit status 1 if there is a problem.
+    """
+    from bakron import api
+    from bakron.display import Display
+    from bakron.plan import as_json, show
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    _check_json(json_file)
+    with Display(quiet) as display:
+        found = api.plan(model, out, recipe=recipe, log=display.log, **given)
+    _write_json(json_file, as_json(found))
+    if json_file != STDOUT:
+        typer.echo(show(found))
+    if found.problems:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -286,14 +310,19 @@ def _interruptible(progress: Callable[[str, int, int], None], log: Callable[[str
         signal.signal(signal.SIGINT, before)
 
 
-def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a function one option for each field of `Recipe`, with the field's own description as help, so that the two cannot drift apart."""
+def _with_recipe_flags(function: Callable[..., None], out: str, needed: bool, told: str) -> Callable[..., None]:
+    """Give a function one option for each field of `Recipe`, with the field's own description as help, so that the two cannot drift apart.
+
+    Args:
+        function: Called with model, out, recipe, json_file, quiet and the fields.
+        out: Help of the argument OUT.
+        needed: Whether OUT must be given.
+        told: What --json writes.
+    """
     panel = {name: title for title, names in GROUPS.items() for name in names}
     parameters = {
         "model": Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face directory, hub name, or GGUF file.")],
-        "out": Annotated[
-            str, typer.Argument(metavar="OUT", help="New or empty directory, or one with an unfinished run, which is gone on with.")
-        ],
+        "out": Annotated[str if needed else str | None, typer.Argument(metavar="OUT", help=out)],
     }
     options: dict[str, Any] = {
         "recipe": Annotated[str | None, typer.Option(help="YAML file with any of the settings below; flags win over it.")],
@@ -317,13 +346,14 @@ def _with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
                 show_default=False,
             ),
         ]
-    options["json_file"] = Annotated[
-        Path | None, typer.Option("--json", help="Write the summary, as in OUT/bakron/summary.json, to this file; - for standard output.")
-    ]
+    options["json_file"] = Annotated[Path | None, typer.Option("--json", help=f"Write {told} to this file; - for standard output.")]
     options["quiet"] = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
     ordinary = inspect.Parameter.POSITIONAL_OR_KEYWORD
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, ordinary, annotation=kind) for name, kind in parameters.items()]
+        [
+            inspect.Parameter(name, ordinary, annotation=kind, default=None if name == "out" and not needed else inspect.Parameter.empty)
+            for name, kind in parameters.items()
+        ]
         + [inspect.Parameter(name, ordinary, annotation=kind, default=False if name == "quiet" else None) for name, kind in options.items()]
     )
     function.__annotations__ = parameters | options | {"return": None}
@@ -334,4 +364,13 @@ def _optional(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
 
 
-app.command()(_with_recipe_flags(quantize))
+for _function, _out, _needed, _told in (
+    (
+        quantize,
+        "New or empty directory, or one with an unfinished run, which is gone on with.",
+        True,
+        "the summary, as in OUT/bakron/summary.json,",
+    ),
+    (plan, "Where the run would go, to check the disk.", False, "the plan"),
+):
+    app.command()(_with_recipe_flags(_function, _out, _needed, _told))

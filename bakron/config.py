@@ -37,7 +37,12 @@ PRESETS: dict[str, dict[str, Any]] = {  # methods that are short for settings of
     "bakron-backprop": {"hessian": "backprop", "factor": "shampoo"},
 }
 FACTOR_FORMS = ("kfac", "shampoo", "shampoo:K", "mixed", "sequence", "kl", "kl:K")  # K = number of steps, 1 to 99
-OF_THE_MACHINE = ("memory", "boundary_memory", "verify")  # fields that do not touch the result: a run may go on with others
+OF_THE_MACHINE = (
+    "memory",
+    "boundary_memory",
+    "on_failure",
+    "verify",
+)  # fields that do not touch what is done already: a run may go on with others
 OF_HESSIANS = (  # fields that rounding to nearest does not heed
     "hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "diagnostics", "skip_first", "order", "refit", "polish", "accumulate",
 )  # fmt: skip
@@ -53,6 +58,7 @@ Inputs = Literal["quantized", "original"]
 Format = Literal["compressed-tensors", "gptq", "packed", "gguf", "dense"]
 GgufType = Literal["q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q6_k"]
 Precision = Literal["bfloat16", "float32"]
+OnFailure = Literal["stop", "fallback"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Damp = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"]
 DAMPINGS = {"damp_a": (0.1, 0.03, 0.3), "damp_b": (1.0, 0.3, 3.0)}  # the default, and what else auto tries
@@ -212,6 +218,19 @@ class Recipe(BaseModel):
         "and keep A and B unless another one does less harm on the gradients held out, by more than its standard error. Three solves instead of "
         "one; bakron with backprop only.",
     )
+    on_failure: OnFailure = Field(
+        "stop",
+        description="What happens to a layer whose A or B cannot be factored even with the largest damping: stop = the run stops and names it; "
+        "fallback = it is rounded without B, or to nearest if A is the one; such layers are counted, and the exit status is 3.",
+    )
+    include: str | None = Field(
+        None,
+        description="Quantize only layers whose names match one of these patterns, such as '*.mlp.*,*.0.*' (* stands for anything, commas "
+        "separate). Default: all linear layers of the blocks.",
+    )
+    exclude: str | None = Field(
+        None, description="Leave layers alone whose names match one of these patterns, such as '*.down_proj'; they keep their precision."
+    )
     diagnostics: bool = Field(
         False,
         description="Also record, per layer, how much of each factor's trace lies in the largest tenth of its eigenvalues and, with gate or damping auto, how "
@@ -239,6 +258,14 @@ class Recipe(BaseModel):
         if value is not None and not FACTOR_PATTERN.fullmatch(value):
             raise ValueError("no factorisation")
         return value
+
+    @field_validator("include", "exclude", mode="before")
+    @classmethod
+    def _patterns(cls, value: object) -> object:
+        joined = ",".join(value) if isinstance(value, list) and all(isinstance(one, str) for one in value) else value
+        if isinstance(joined, str) and not all(one.strip() for one in joined.split(",")):
+            raise ValueError("an empty pattern")
+        return joined
 
     @field_validator("boundary_memory", "memory", mode="before")
     @classmethod
@@ -422,6 +449,8 @@ def allowed(name: str) -> str:
         return "a whole number of at least 1, or -1 for one scale per row"
     if name == "factor":
         return f"{', '.join(FACTOR_FORMS[:-1])} or {FACTOR_FORMS[-1]} (K = 1 to 99 steps)"
+    if name in ("include", "exclude"):
+        return "patterns separated by commas"
     if name in ("boundary_memory", "memory"):
         return "a size such as 800MB or 4GB"
     if name in DAMPINGS:

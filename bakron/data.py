@@ -310,7 +310,7 @@ def _no_column(where: str, column: str, found: list[str], spec: str) -> DataErro
     return DataError(f"{where}: no column {column!r}; found {', '.join(map(repr, found)) or 'none'}", do=f"Choose one with {spec}")
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no further word"])[0].rstrip(".")
 
 
@@ -412,7 +412,9 @@ def _stream(documents: tuple[str, ...], tokenizer: Any) -> torch.Tensor:
     try:
         # Not verbose: a text longer than the model's context is what we want here, and not worth a warning.
         encoded = tokenizer(ended, truncation=False, padding=False, return_attention_mask=False, verbose=False)["input_ids"]
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the tokenizer, which is written in Rust, is no Exception
         raise DataError(f"the model's tokenizer fails on the text: {_first_line(error)}", "a whole tokenizer beside the model") from error
     finally:
         if truncation is not None:

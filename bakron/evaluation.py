@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bakron.errors import ModelError
 from bakron.models.layout import layout_of
+from bakron.models.linears import output_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,8 +82,7 @@ def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _log_probabilities(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    head = model.get_submodule(layout_of(model.config.model_type).head)
-    return torch.log_softmax(head(hidden).float(), -1)
+    return torch.log_softmax(output_logits(model, hidden, layout_of(model.config.model_type).head).float(), -1)
 
 
 def _exp(value: float) -> float:

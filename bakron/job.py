@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bakron import config, formats, rundir
 from bakron import data as corpus
 from bakron.errors import OutputError, RecipeError
+from bakron.models import layout
 from bakron.models import load as models
 
 if TYPE_CHECKING:
@@ -81,7 +82,15 @@ class Job:
         from bakron.export import Content
 
         linears = stored_linears(self.walk, StoredCodes(target, self.recipe))
-        return Content(self.model, self.weights, self.tokenizer, self.source, self.dtype, linears, [self.walk.layout.head])
+        return Content(
+            self.model,
+            self.weights,
+            self.tokenizer,
+            self.source,
+            self.dtype,
+            linears,
+            [*self.walk.layout.ignored, *sorted(self.walk.excluded)],
+        )
 
     @property
     def used(self) -> torch.Tensor | None:
@@ -123,14 +132,19 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
 
     from bakron.export import check_content
     from bakron.grids import check_groups
+    from bakron.hessian import LOCAL, check_parts
     from bakron.models.room import Room
     from bakron.models.walk import Walk
     from bakron.pipeline import check_widths
 
     where = device(recipe.device)
-    widths = models.widths(models.early_config(source))
-    check_groups(widths, recipe.group_size)
-    formats.check_shapes(recipe.format, recipe.gguf_type, {name: (None, n) for name, n in widths.items()})
+    early = models.early_config(source)
+    layout.check_format(str(early["model_type"]), recipe.format)
+    check_parts(str(early["model_type"]), LOCAL.get(recipe.hessian or "", ()))
+    if not (recipe.include or recipe.exclude):
+        widths = layout.widths(early)
+        check_groups(widths, recipe.group_size)
+        formats.check_shapes(recipe.format, recipe.gguf_type, {name: (None, n) for name, n in widths.items()})
     log(f"loading {source.name}")
     source = models.fetch(source)
     if source.code:
@@ -147,6 +161,11 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
         models.check_tokens(model, tokens.ids)
     room = Room(None if recipe.memory is None else config.size_in_bytes(recipe.memory), scratch / rundir.FOLDER / "spill")
     walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision, weights, room)
+    if recipe.include or recipe.exclude:
+        matches = walk.choose(recipe.include, recipe.exclude)
+        count = sum(len(walk.chosen(i)) for i in range(len(walk)))
+        told = "; ".join(f"{pattern} matches {found}" for pattern, found in matches.items())
+        log(f"layers: {told}; {count} of {count + len(walk.excluded)} linears are to be quantized")
     check_widths(walk, recipe)
     dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)
     widest = max(linear.in_features for linear in walk.linears(0).values())
@@ -302,6 +321,8 @@ class Done:
         raised: Linears whose damping was raised.
         chosen: By candidate of the gate, how often it was chosen.
         outlying: What is told of outliers of each linear.
+        fallbacks: Linears whose factors could not be used, and what was done instead.
+        nearest: Linears of experts that too few tokens reached.
     """
 
     def __init__(self, job: Job, target: Path, log: Log) -> None:
@@ -310,6 +331,8 @@ class Done:
         self.count = self.quantized = self.scales = self.raised = 0
         self.chosen: dict[str, int] = {}
         self.outlying: list[dict[str, Any]] = []
+        self.fallbacks: dict[str, str] = {}
+        self.nearest: list[str] = []
         self.stored = StoredCodes(target, job.recipe)
         events: list[dict[str, Any]] = []
         for i in range(len(job.walk)):
@@ -330,7 +353,7 @@ class Done:
     def keep(self, i: int, rounded: Mapping[str, Rounded]) -> None:
         """Store the next block."""
         tensors, events = codes_of(rounded), [one.event for one in rounded.values()]
-        rundir.write_tensors(rundir.codes_file(self._target, i), tensors, {"events": json.dumps(events, allow_nan=False)})
+        rundir.write_tensors(rundir.codes_file(self._target, i), tensors, {"events": f"[{', '.join(map(rundir.line, events))}]"})
         for event in events:
             self._events.write(event)
         self._add(tensors, events)
@@ -342,7 +365,10 @@ class Done:
             self.scales += tensor.numel() if name.endswith(".scale") else 0
         for event in events:
             self.raised += event.get("damping_raised", False)
+            if "failed" in event:
+                self.fallbacks[event["linear"]] = event["fallback"]
             self.outlying.append(event.get("outliers", {}))
+            self.nearest += [event["linear"]] if "fallback" in event and "failed" not in event else []
             if "gate" in event:
                 self.chosen[event["gate"]["chosen"]] = self.chosen.get(event["gate"]["chosen"], 0) + 1
 
@@ -354,5 +380,5 @@ def stored_linears(walk: Walk, stored: StoredCodes) -> dict[str, Callable[[], Li
     return {
         f"{walk.prefix(i)}.{name}": (lambda i=i, name=name: Linear(*stored.linear(i, name)))
         for i in range(len(walk))
-        for name in walk.layout.linears
+        for name in walk.chosen(i)
     }

@@ -12,19 +12,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bakron import formats
 from bakron.config import Recipe
-from bakron.errors import FactorError
+from bakron.errors import FactorError, ModelError
 from bakron.grids import OffsetGrid, UniformGrid, check_groups
 from bakron.hessian import BackpropEstimator, Candidate, Estimator, Heldout, candidates, choose
 from bakron.kron import Factor, Kron
+from bakron.models.linears import Linear, Routed
 from bakron.models.walk import Walk
 from bakron.solver import Solution, polish, refit, solve
 from bakron.solver.orders import arrange
 
 Progress = Callable[[str, int, int], None]
+FEW = 1 / 16  # tokens per input below which an expert is rounded to nearest: feedback from so few makes it worse as often as better
 RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
 
 
@@ -57,7 +59,7 @@ class Rounded:
     event: dict[str, Any]
 
 
-Treat = Callable[[nn.Linear, Kron | None, Recipe, torch.dtype, str], Rounded]
+Treat = Callable[[Linear, Kron | None, Recipe, torch.dtype, str], Rounded]
 
 
 def run(
@@ -107,7 +109,7 @@ def run(
         told: dict[str, dict[str, Any]] = {}
         gate: Heldout | None = None
         if estimator is not None and hidden is not None:
-            with clock.stage("hessian"):
+            with clock.stage("hessian"), _finite(walk, i, hidden):
                 krons = estimator.block(i, hidden)
                 gate = estimator.heldout(i) if recipe.chooses and isinstance(estimator, BackpropEstimator) else None
                 told = {name: _tell(estimator, name, krons[name], ids, gate, recipe) for name in krons}
@@ -115,15 +117,19 @@ def run(
             with clock.stage("calibrate"):
                 hidden = walk.apply(i, hidden)
         with clock.stage("solve"):
-            rounded = {}
-            for name, linear in walk.linears(i).items():
+            rounded, linears = {}, walk.linears(i)
+            for name in walk.chosen(i):
+                linear = linears[name]
                 whole, kron = f"{walk.prefix(i)}.{name}", krons.pop(name, None)
-                if gate is None or kron is None:
+                starved = kron is not None and isinstance(linear, Routed) and estimator.tokens[name] < FEW * linear.in_features
+                if starved:
+                    kron = Kron(torch.eye(linear.in_features))
+                if gate is None or kron is None or starved:
                     rounded[name] = treat(linear, kron, recipe, dtype, whole)
                 else:
                     tried = candidates(kron, estimator.unweighted.get(name), recipe)
                     rounded[name] = round_best(linear, tried, recipe, dtype, whole, partial(gate.changes, name))
-                rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}))
+                rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}) | ({"fallback": "nearest"} if starved else {}))
                 rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
                 rounded[name].event["memory"] = memory()
                 observe(rounded[name].event)
@@ -133,6 +139,21 @@ def run(
             with clock.stage("calibrate"):
                 hidden = walk.apply(i, hidden)
         progress("quantize", i + 1, len(walk))
+
+
+@contextmanager
+def _finite(walk: Walk, i: int, hidden: Tensor) -> Iterator[None]:
+    """Say, if a factor of block i cannot be made, whether and where activations are not finite."""
+    try:
+        yield
+    except FactorError as error:
+        with torch.no_grad():
+            finite = bool(torch.isfinite(walk.apply(i, hidden)).all())
+        if finite:
+            raise
+        raise ModelError(
+            f"activations are not finite, first at {walk.first_bad(i, hidden)}", "finite activations", "Check the model on this text first"
+        ) from error
 
 
 def _replay(walk: Walk, i: int, hidden: Tensor | None, values: dict[str, Tensor]) -> Tensor | None:
@@ -147,7 +168,7 @@ def _replay(walk: Walk, i: int, hidden: Tensor | None, values: dict[str, Tensor]
 
 
 def round_linear(
-    linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str, fitted: dict[Factor, UniformGrid] | None = None
+    linear: Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str, fitted: dict[Factor, UniformGrid] | None = None
 ) -> Rounded:
     """Fit a grid, round one linear, put the rounded weight in its place.
 
@@ -167,9 +188,9 @@ def round_linear(
     """
     start = time.perf_counter()
     W = linear.weight.detach().float().cpu()
-    raised, order = False, recipe.order or "natural"
+    raised, fallback, order = False, None, recipe.order or "natural"
     if kron is not None:
-        kron, raised = damped(kron if recipe.method == "bakron" else Kron(kron.A), recipe, name)
+        kron, raised, fallback = usable(kron if recipe.method == "bakron" else Kron(kron.A), recipe, name)
     factored = time.perf_counter()
     grid = None if fitted is None or kron is None else fitted.get(kron.A)
     if grid is None:
@@ -195,6 +216,8 @@ def round_linear(
         event |= _describe(solution, kron, W) | {"nearest_loss": _nearest_loss(W, kron, grid), "losses": losses, "damping_raised": raised}
         seconds = {"factor": factored - start, "fit": ready - factored, "sweep": solution.seconds}
     event["seconds"] = {key: round(value, 6) for key, value in seconds.items()}
+    if fallback:
+        event |= {"fallback": fallback, "failed": True, "damping_raised": True}
     linear.weight.data.copy_(values)
     return Rounded(values, codes, grid, event)
 
@@ -202,13 +225,15 @@ def round_linear(
 def fit_grid(W: Tensor, recipe: Recipe, kron: Kron | None, dtype: torch.dtype) -> UniformGrid:
     """The grid of a weight `[m, n]`, on scales that the recipe's format can hold."""
     form, rule, levels = formats.holds(recipe.format, recipe.gguf_type).form, recipe.scale or "absmax", recipe.levels or 0
+    if kron is None and rule == "curvature":
+        rule = "mse"  # a linear that fell back to nearest rounding has no Hessian to take curvature from
     if form.startswith("super"):
         return OffsetGrid.fit_super(W, levels, recipe.group_size or 0, rule, kron, int(form.removeprefix("super")))
     return UniformGrid.fit(W, levels, recipe.group_size, rule, recipe.symmetric, kron, dtype=dtype, scale_format=form)
 
 
 def round_best(
-    linear: nn.Linear, tried: dict[str, Candidate], recipe: Recipe, dtype: torch.dtype, name: str, changes: Callable[[Tensor], Tensor]
+    linear: Linear, tried: dict[str, Candidate], recipe: Recipe, dtype: torch.dtype, name: str, changes: Callable[[Tensor], Tensor]
 ) -> Rounded:
     """Round one linear with each of several Hessians, keep the first unless another one does clearly less harm on tokens held out.
 
@@ -241,6 +266,30 @@ def round_best(
     best.event["seconds"] = {key: round(sum(one[key] for one in seconds), 6) for key in seconds[0]}
     best.event["gate"] = gate | {"damp_a": kept.damp_a, "damp_b": kept.damp_b, "seconds": round(time.perf_counter() - start, 6)}
     return best
+
+
+def usable(kron: Kron, recipe: Recipe, name: str) -> tuple[Kron | None, bool, str | None]:
+    """Damp and factor; what cannot be factored even with the largest damping stops the run, or is done without if the recipe says so.
+
+    Returns:
+        The damped Kron, or None for nearest rounding; whether its damping was raised; and what was fallen back to: None, "one-sided" (B = I) or "nearest".
+
+    Raises:
+        FactorError: A factor is indefinite at the largest damping, and `on_failure` is "stop".
+    """
+    try:
+        return *damped(kron, recipe, name), None
+    except FactorError as error:
+        if recipe.on_failure != "fallback":
+            raise FactorError(
+                error.saw, error.expected, f"{error.do or ''} --on-failure fallback goes on without it".strip(), index=error.index
+            ) from error
+    try:
+        if kron.B is not None:
+            return *damped(Kron(kron.A), recipe, name), "one-sided"
+    except FactorError:
+        pass
+    return None, True, "nearest"
 
 
 def damped(kron: Kron, recipe: Recipe, name: str) -> tuple[Kron, bool]:
@@ -332,7 +381,7 @@ def check_widths(walk: Walk, recipe: Recipe) -> None:
     Raises:
         RecipeError: All such linears are named.
     """
-    linears = walk.linears(0)
+    linears = {name: walk.linears(i)[name] for i in range(len(walk)) for name in walk.chosen(i)}
     check_groups({name: linear.in_features for name, linear in linears.items()}, recipe.group_size)
     formats.check_shapes(recipe.format, recipe.gguf_type, {name: tuple(linear.weight.shape) for name, linear in linears.items()})
 

@@ -15,11 +15,11 @@ from bakron.models import load as models
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from bakron.config import Recipe
     from bakron.hessian import Estimator
     from bakron.kron import Kron
+    from bakron.models.linears import Linear as LinearView
     from bakron.pipeline import Rounded
 
 Progress = Callable[[str, int, int], None]
@@ -100,9 +100,9 @@ class _Recheck:
 
     def __init__(self, job: Job, stored: StoredCodes, events: dict[str, dict[str, Any]], estimator: Estimator | None) -> None:
         self.job, self.stored, self.events, self.estimator = job, stored, events, estimator
-        self.places = {f"{job.walk.prefix(i)}.{name}": (i, name) for i in range(len(job.walk)) for name in job.walk.layout.linears}
+        self.places = {f"{job.walk.prefix(i)}.{name}": (i, name) for i in range(len(job.walk)) for name in job.walk.chosen(i)}
 
-    def __call__(self, linear: nn.Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
+    def __call__(self, linear: LinearView, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str) -> Rounded:
         import torch
 
         from bakron.kron import Kron

@@ -110,6 +110,7 @@ def _content(
     import torch
 
     from bakron.export import Content, check_content
+    from bakron.models.layout import check_format
     from bakron.models.walk import Walk
 
     source = models.find(str(model or summary["model"]))
@@ -120,17 +121,21 @@ def _content(
     if weights.survey(dtype) != summary["model_sha256"]:
         raise ModelError(f"{source.name} has other weights than the run started from", "the same model", "Name it with --model")
     tokenizer = models.read_tokenizer(source, required=False)
+    check_format(loaded.config.model_type, format)
     check_content(format, loaded.config, tokenizer, source)
     walk = Walk(loaded, 2, weights=weights)
-    formats.check_shapes(format, gguf_type, {name: tuple(linear.weight.shape) for name, linear in walk.linears(0).items()})
+    walk.choose(recipe.include, recipe.exclude)
+    formats.check_shapes(format, gguf_type, {name: tuple(walk.linears(0)[name].weight.shape) for name in walk.chosen(0)})
     linears = stored_linears(walk, StoredCodes(origin, recipe))
-    return Content(loaded, weights, tokenizer, source, dtype, linears, [walk.layout.head])
+    return Content(loaded, weights, tokenizer, source, dtype, linears, [*walk.layout.ignored, *sorted(walk.excluded)])
 
 
 def _check_target(origin: Path, target: Path) -> None:
     """The output directory must be absent, empty, or an earlier export."""
     if target.is_dir() and (target / rundir.FOLDER / RECORD).is_file() and target.resolve() != origin.resolve():
         return
+    if rundir.begun(target) is not None:
+        raise OutputError(f"{target} holds a run", "a new or empty directory, or an earlier export", "Choose another output directory")
     rundir.check_output(target)
 
 

@@ -210,16 +210,7 @@ def stream_tensors(
         OutputError: It cannot be written.
         ValueError: The tensors are not those of `shapes`.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in shapes.items()}
-    end = 0
-    for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name)):  # aligned, as readers want it
-        dtype, shape = shapes[name]
-        kind = DTYPES[str(dtype).removeprefix("torch.")]
-        entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [end, end + sizes[name]]}
-        end += sizes[name]
-    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    header += b" " * (-len(header) % 8)
+    header, entries, _ = _header(shapes, metadata)
     left = set(shapes)
     with _whole(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -231,6 +222,24 @@ def stream_tensors(
             file.write(_bytes(tensor))
         if left:
             raise ValueError(f"{path} lacks {min(left)}")
+
+
+def tensors_size(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> int:
+    """Bytes of the file that `stream_tensors` makes of these."""
+    header, _, end = _header(shapes, metadata)
+    return 8 + len(header) + end
+
+
+def _header(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Any], int]:
+    """Header of a safetensors file, what it tells of each tensor, and the bytes of all tensors."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name)):  # aligned, as readers want it
+        dtype, shape = shapes[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPES[str(dtype).removeprefix("torch.")], "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    return header + b" " * (-len(header) % 8), entries, end
 
 
 def read_tensors(path: Path, expected: str = "a file of a finished run") -> dict[str, Tensor]:
@@ -300,17 +309,17 @@ class Events:
         Raises:
             OutputError: It holds a number that is not finite, or cannot be written.
         """
-        line = _line(event)
+        text = line(event) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(text)
         except OSError as error:
             raise OutputError(f"{self.path} cannot be written: {error.strerror}", "a writable directory with room on its disk") from error
 
     def replace(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Put these in place of all events there are."""
-        write_text(self.path, "".join(_line(event) for event in events))
+        write_text(self.path, "".join(line(event) + "\n" for event in events))
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
@@ -318,9 +327,14 @@ class Events:
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def _line(event: Mapping[str, Any]) -> str:
+def line(event: Mapping[str, Any]) -> str:
+    """An event as one line of JSON.
+
+    Raises:
+        OutputError: It holds a number that is not finite.
+    """
     try:
-        return json.dumps(event, allow_nan=False) + "\n"
+        return json.dumps(event, allow_nan=False)
     except ValueError as error:
         raise OutputError(f"a figure of {event.get('linear', 'the run')} is not finite", "a model whose losses float32 can hold") from error
 

@@ -26,16 +26,7 @@ def check(tasks: Sequence[str], folder: str | Path | None = None) -> list[str]:
     Raises:
         RecipeError: lm-eval is not installed, the folder does not exist, or a name fits no task.
     """
-    manager = _manager(folder)
-    names = []
-    for task in tasks:
-        found = manager.match_tasks([task])
-        if not found:
-            raise RecipeError(
-                f"task {task!r}", "a task of lm-evaluation-harness", "`lm-eval ls tasks` lists them; --task-folder adds your own"
-            )
-        names += found
-    return list(dict.fromkeys(names))
+    return _resolve(tuple(tasks), folder)[0]
 
 
 def run(

@@ -40,7 +40,8 @@ def prepare(folder: Path, calibration: str, sequences: int, length: int) -> tupl
     source = models.find(str(demo_model()))
     tokenizer, directory = models.read_tokenizer(source), folder / "model"
     directory.mkdir(parents=True)
-    write_checkpoint(directory, models.read(source, torch.bfloat16), tokenizer, None, torch.bfloat16, {}, lambda *_: {}, quantization=None)
+    architecture, weights = models.open_model(source)
+    write_checkpoint(directory, architecture, weights, tokenizer, None, torch.bfloat16, {}, lambda *_: {}, quantization=None)
     tokens = corpus.windows(corpus.load(calibration, split="calibration"), tokenizer, length=length, sequences=sequences, seed=0)
     save_file({"ids": tokens.ids.contiguous()}, folder / "tokens.safetensors")
     return directory, folder / "tokens.safetensors"

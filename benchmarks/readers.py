@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=8, help="windows of 512 tokens")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--method", default="rtn", help="how to round; the files do not care")
-    parser.add_argument("--gptq-python", default=".venv-gptq/bin/python", help="of the environment with gptqmodel and optimum")
+    parser.add_argument("--gptq-python", default=".venv-gptqmodel/bin/python", help="of the environment with gptqmodel and optimum")
     parser.add_argument("--llama-python", default=".venv-llama/bin/python", help="of the environment with llama-cpp-python")
     parser.add_argument("--rows", help="names of rows, separated by semicolons; default: all")
     parser.add_argument("--json", type=Path, default=RESULTS / "readers.json")

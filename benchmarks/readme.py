@@ -34,7 +34,23 @@ def tables() -> dict[str, str]:
         found["quality"] = quality.table(json.loads((RESULTS / "quality.json").read_text()))
     if (RESULTS / "plugins.json").exists():
         found["plugins"] = plugins_table(json.loads((RESULTS / "plugins.json").read_text()))
+    if (RESULTS / "peers.json").exists():
+        found["peers"] = peers_table(json.loads((RESULTS / "peers.json").read_text()))
     return found
+
+
+def peers_table(result: dict[str, Any]) -> str:
+    """Whole processes, one beside the other."""
+    setting = result["setting"]
+    lines = ["| | seconds | peak memory, GiB | KL, nats | perplexity |", "|---|---|---|---|---|"]
+    for name, row in result["rows"].items():
+        lines.append(
+            f"| {name} | {row['seconds']:.0f} | {row['peak_memory_bytes'] / 2**30:.2f} | {row['kl']:.4f} | {row['perplexity']:.2f} |"
+        )
+    lines.append(
+        f"\n{setting['bits']} bits, group {setting['group_size']}; calibration {setting['calibration']}, evaluation {setting['evaluation']}."
+    )
+    return "\n".join(lines)
 
 
 def plugins_table(result: dict[str, Any]) -> str:

@@ -198,7 +198,8 @@ def test_the_scale_rounded_with_is_the_one_stored_however_large_or_small(format,
     name = "model.layers.0.mlp.up_proj.weight"
     model = with_large_row(tmp_path / "model", name, factor)
     recipe = dict(method="rtn", levels=15, group_size=32, format=format, dtype=dtype)
-    bakron.quantize(tmp_path / "model", tmp_path / "out", **recipe)
+    checks = bakron.quantize(tmp_path / "model", tmp_path / "out", **recipe)["checks"]
+    assert all(line.startswith("verified") for line in checks[:2])  # the forward pass may overflow, as the original's would
     row = assert_reloads(tmp_path / "out", model, getattr(torch, dtype)).get_parameter(name)[3].detach().double()
     expected = model.get_parameter(name)[3].detach().double()
     if dtype == "bfloat16" or factor > 1:

@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import KINDS, tiny_model
+from tiny import KINDS, OTHERS, tiny_model
 
 from bakron.errors import FactorError, ModelError, OutputError, RecipeError
 from bakron.hessian import ESTIMATORS, FACTORS, BackpropEstimator, InputEstimator, backprop, gradients
@@ -50,11 +50,11 @@ def autograd(model, ids, seed):
         return hook
 
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+        if (isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D") and name != "lm_head":
             module.register_forward_hook(keep(name))
     logits = model(input_ids=ids, use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), sampled_labels(logits.detach(), seed), reduction="sum").backward()
-    return {name: (x.detach().flatten(0, 1), y.grad.flatten(0, 1)) for name, (x, y) in seen.items()}, model
+    return {name: (x.detach().flatten(0, -2), y.grad.flatten(0, -2)) for name, (x, y) in seen.items()}, model
 
 
 def second_moment(z, weight):
@@ -70,7 +70,7 @@ def assert_near(actual, expected, rtol=1e-4):
 
 
 def test_every_layout_has_a_tiny_model():
-    assert {tiny_model(kind).config.model_type for kind in KINDS} == set(LAYOUTS)
+    assert {tiny_model(kind).config.model_type for kind in (*KINDS, *OTHERS)} == set(LAYOUTS)
 
 
 @pytest.mark.parametrize("factor", WEIGHTS)
@@ -256,7 +256,7 @@ def test_gram_is_the_whole_weighted_product(size, weighted):
         gram.add(z, w if weighted else None)
     flat = Z.reshape(30, size).double()
     expected = torch.einsum("t,ti,tj->ij", (weight if weighted else torch.ones(3, 10)).reshape(30).double(), flat, flat)
-    assert gram.tokens == 30
+    assert gram.tokens == 30 - weighted  # one weighs nothing
     assert torch.equal(gram.value(), gram.value().T)
     torch.testing.assert_close(gram.value().double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -368,7 +368,7 @@ def test_inputs_that_are_not_finite_name_the_linear(name, tmp_path):
     if name == "mlp.down_proj":
         with pytest.raises(ModelError) as caught:
             BackpropEstimator(walk, ids, tmp_path)
-        assert "the activations that leave model.layers.1 are not finite" in str(caught.value)
+        assert "activations are not finite, first at model.layers.1.mlp.down_proj in sequence 0" in str(caught.value)
 
 
 def test_gradients_that_are_not_finite_name_the_linear(tmp_path):
@@ -378,7 +378,7 @@ def test_gradients_that_are_not_finite_name_the_linear(tmp_path):
         model.lm_head.weight *= 1e30
     with pytest.raises(ModelError) as caught:
         BackpropEstimator(Walk(model, 8), ids, tmp_path)
-    assert "the gradients at model.layers.1." in str(caught.value) and "not finite" in str(caught.value)
+    assert "gradients are not finite, first at model.layers.1." in str(caught.value) and " in sequence " in str(caught.value)
     assert not (tmp_path / backprop.MANIFEST).exists()
 
 

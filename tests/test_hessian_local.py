@@ -12,12 +12,14 @@ from bakron.errors import RecipeError
 from bakron.grids import UniformGrid
 from bakron.hessian import ESTIMATORS, InputEstimator
 from bakron.hessian.factor import FACTORS
-from bakron.hessian.local import DOWN, GATE, PARTS, UP, K, O, Q, V
+from bakron.hessian.local import PARTS
 from bakron.kron import Kron
 from bakron.models.attention import Attention
+from bakron.models.layout import Layout
 from bakron.models.walk import Walk as AnyWalk
 from bakron.solver import solve
 
+Q, K, V, O, GATE, UP, DOWN = Layout().roles.values()  # noqa: E741
 T, N = 70, 2  # longer than attention's chunk of positions
 LOCAL = {
     "attention-local": (Q, K),

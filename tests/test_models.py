@@ -4,20 +4,21 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import KINDS, save_tiny, save_tiny_gguf, tiny_model, tiny_tokenizer
+from tiny import KINDS, MIXTURES, OTHERS, save_tiny, save_tiny_gguf, tiny_model, tiny_tokenizer
+from transformers.pytorch_utils import Conv1D
 
 import bakron
 from bakron.errors import ModelError
-from bakron.models import load
+from bakron.models import layout, load
 from bakron.models.layout import LAYOUTS, layout_of
 from bakron.models.walk import Walk as AnyWalk
 from bakron.models.weights import fingerprint
 
 Walk = partial(AnyWalk, precision="float32")  # bfloat16 products, where the processor has them, are not what is compared with
 
-LENGTH = 32  # four times mistral's sliding window
+LENGTH = 32  # four times the sliding windows
 KINDS_AND_CHANGES = [
-    *[(kind, {}) for kind in KINDS],
+    *[(kind, {}) for kind in (*KINDS, *OTHERS)],
     ("llama", dict(num_key_value_heads=1)),
     ("llama", dict(num_key_value_heads=4)),
     ("llama", dict(head_dim=24)),
@@ -25,7 +26,10 @@ KINDS_AND_CHANGES = [
     ("mistral", dict(head_dim=32)),
     ("qwen2", dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)),  # one full, one sliding block
     ("qwen3", dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)),
+    ("gemma2", dict(query_pre_attn_scalar=7, attn_logit_softcapping=None, final_logit_softcapping=None)),
+    ("gpt2", dict(n_inner=None, scale_attn_by_inverse_layer_idx=True)),
 ]
+WINDOWS = [(kind, changes) for kind, changes in KINDS_AND_CHANGES if kind in ("mistral", "gemma2", "gemma3") or "sliding_window" in changes]
 
 
 def tokens(sequences=4, length=LENGTH):
@@ -48,53 +52,73 @@ def read(path):
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind, changes", KINDS_AND_CHANGES)
 def test_blocks_in_order_are_the_models_own_forward(kind, changes, batch):
-    model, ids = tiny_model(kind, **changes), tokens()
+    model, ids = tiny_model(kind, **changes).double(), tokens()
     with torch.no_grad():
         expected = model(input_ids=ids).logits
     walk = Walk(model, LENGTH, batch=batch)
     hidden = walk.embed(ids)
-    assert torch.equal(hidden, model.model.embed_tokens(ids))
+    positions = model.transformer.wpe.weight[:LENGTH] if kind == "gpt2" else 0
+    assert torch.equal(hidden, model.get_input_embeddings()(ids) + positions)
     for i in range(len(walk)):
         hidden = walk.apply(i, hidden)
-    torch.testing.assert_close(walk.logits(hidden), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(walk.logits(hidden), expected, rtol=1e-6, atol=1e-6)  # norms and softmax compute in float32
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids).logits, expected)  # the model is as it was
 
 
 @pytest.mark.parametrize(
-    "kind, changes", [(kind, changes) for kind, changes in KINDS_AND_CHANGES if kind == "mistral" or "sliding_window" in changes]
+    "kind, own, changes",
+    [
+        *[(kind, own, {"sliding_window": LENGTH}) for kind, own in WINDOWS],
+        ("gemma2", {}, dict(attn_logit_softcapping=None)),
+        ("gemma2", {}, dict(final_logit_softcapping=None)),
+        (
+            "gemma3",
+            {},
+            dict(rope_parameters={f"{one}_attention": dict(rope_type="default", rope_theta=1e4) for one in ("full", "sliding")}),
+        ),
+        ("phi", {}, dict(partial_rotary_factor=1.0)),
+    ],
 )
-def test_sliding_window_is_in_play(kind, changes):
-    """Without it the test above would say nothing of masks."""
-    model, ids = tiny_model(kind, **changes), tokens(1)
-    full = tiny_model(kind, **changes | {"sliding_window": None} | ({"use_sliding_window": False} if kind != "mistral" else {}))
+def test_what_makes_the_architecture_is_in_play(kind, own, changes):
+    """Sliding windows, soft caps, rotary bases: without them the test above would say nothing of them."""
+    model, ids = tiny_model(kind, **own), tokens(1)
+    full = tiny_model(kind, **own | changes)
     full.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert not torch.allclose(model(input_ids=ids).logits, full(input_ids=ids).logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 def test_linears_are_all_those_of_the_blocks(kind):
     model = tiny_model(kind)
     walk = Walk(model, 8)
     found = {f"{walk.prefix(i)}.{name}": linear for i in range(len(walk)) for name, linear in walk.linears(i).items()}
-    everywhere = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    kinds = (torch.nn.Linear, Conv1D)
+    everywhere = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     assert everywhere.pop(walk.layout.head) is model.lm_head
-    assert found == everywhere
+    assert found.keys() == everywhere.keys()
+    for name, linear in found.items():
+        stored = everywhere[name].weight.T if kind == "gpt2" else everywhere[name].weight
+        assert torch.equal(linear.weight, stored) and linear.weight.shape == (linear.out_features, linear.in_features)
+        linear.weight.data.copy_(torch.ones(linear.weight.shape))
+        assert bool((everywhere[name].weight == 1).all())
 
 
-@pytest.mark.parametrize("model_type", LAYOUTS)
-def test_linears_of_the_table_run_in_its_order_and_share_inputs(model_type):
-    model = tiny_model(model_type)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_linears_of_the_table_run_in_its_order_and_share_inputs(kind):
+    model = tiny_model(kind)
     order, seen = [], {}
-    walk = Walk(model, 8)
+    walk = Walk(model, 8, batch=4)
+    groups = walk.shared_inputs(0)
     for name, linear in walk.linears(0).items():
         linear.register_forward_pre_hook(lambda _m, args, name=name: (order.append(name), seen.update({name: args[0]}))[1])
-    walk.apply(0, walk.embed(tokens(1, 8)))
-    assert order == list(walk.layout.linears)
-    for names in walk.layout.shared_inputs:
+    walk.apply(0, walk.embed(tokens(4, 8)))
+    assert list(dict.fromkeys(n for name in order for n, names in enumerate(groups) if name in names)) == list(range(len(groups)))
+    assert sorted(order) == sorted(walk.linears(0)) and (kind in MIXTURES or groups == walk.layout.shared_inputs)
+    for names in groups:
         assert all(seen[name] is seen[names[0]] for name in names)
-    assert len({id(x) for x in seen.values()}) == len(walk.layout.shared_inputs)
+    assert len({id(x) for x in seen.values()}) == len(groups)
 
 
 def test_walk_is_differentiable_only_where_asked():
@@ -123,18 +147,21 @@ def test_linear_of_another_kind_or_missing():
     model = tiny_model("llama")
     model.model.layers[1].mlp.up_proj = torch.nn.Identity()
     assert refusal(Walk, model, 8) == "mlp.up_proj of block 1 is a Identity; expected torch.nn.Linear."
+    turned = tiny_model("gpt2")
+    turned.transformer.h[0].mlp.c_fc = torch.nn.Linear(64, 96)
+    assert refusal(Walk, turned, 8) == "mlp.c_fc of block 0 is a Linear; expected transformers' Conv1D."
     del model.model.layers[1].mlp.up_proj
     assert refusal(Walk, model, 8) == "block 1 has no mlp.up_proj; expected the layout of llama."
 
 
 def test_unknown_architecture_lists_the_known_ones():
-    assert refusal(layout_of, "gpt2") == f"a model of type 'gpt2'; expected one of {', '.join(LAYOUTS)}."
+    assert refusal(layout_of, "bloom") == f"a model of type 'bloom'; expected one of {', '.join(LAYOUTS)}."
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_are_read_as_stored(kind, dtype, tmp_path):
     source = load.find(str(save_tiny(tmp_path, kind, dtype=dtype)))
@@ -145,8 +172,8 @@ def test_weights_are_read_as_stored(kind, dtype, tmp_path):
         assert tensor.dtype == torch.float32 and torch.equal(tensor, expected[name].to(dtype).float()), name
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
     assert load.stored_dtype(source, model) == str(dtype).removeprefix("torch.")
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    assert tied == model.config.tie_word_embeddings == (kind == "qwen3")
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    assert tied == model.config.tie_word_embeddings == (kind in ("qwen3", "gemma2", "gemma3", "gpt2"))
 
 
 def test_dtype_under_its_older_name(tmp_path):
@@ -159,11 +186,11 @@ def test_dtype_under_its_older_name(tmp_path):
 
 @pytest.mark.parametrize("kind, changes", KINDS_AND_CHANGES)
 def test_widths_of_the_config_are_those_of_the_weights(kind, changes, tmp_path):
-    told = load.widths(load.early_config(load.find(str(save_tiny(tmp_path, kind, **changes)))))
+    told = layout.widths(load.early_config(load.find(str(save_tiny(tmp_path, kind, **changes)))))
     linears = Walk(tiny_model(kind, **changes), 8).linears(0)
-    assert {name: width for names, width in told.items() for name in names.split(", ")} == {
-        name.split(".")[-1]: linear.in_features for name, linear in linears.items()
-    }
+    found = {name: width for names, width in told.items() for name in names.split(", ")}
+    assert kind in MIXTURES or len(found) == len(linears)
+    assert found == {name if name in found else name.split(".")[-1]: linear.in_features for name, linear in linears.items()}
 
 
 def test_shards_are_read(tmp_path):
@@ -217,7 +244,7 @@ def test_gguf(quantized, tmp_path):
     file = tmp_path / "tiny.gguf"
     expected = save_tiny_gguf(file, quantized=quantized).state_dict()
     source = load.find(str(file))
-    assert load.widths(load.early_config(source)) == {"q_proj, k_proj, v_proj, gate_proj, up_proj": 64, "o_proj": 64, "down_proj": 96}
+    assert layout.widths(load.early_config(source)) == {"q_proj, k_proj, v_proj, gate_proj, up_proj": 64, "o_proj": 64, "down_proj": 96}
     model = load.read(source, torch.float32)
     assert model.state_dict().keys() == expected.keys()
     for name, tensor in model.state_dict().items():
@@ -296,7 +323,7 @@ DAMAGE = {
     "config not JSON": (cut("config.json", 0.5), "{path}/config.json cannot be read: "),
     "config not UTF-8": (written("config.json", b'{"a": "\xff"}'), "{path}/config.json cannot be read: "),
     "config a list": (written("config.json", "[]"), "{path}/config.json holds a list; expected a JSON object."),
-    "unknown architecture": (changed_config(model_type="gpt2"), "a model of type 'gpt2'; expected one of llama, "),
+    "unknown architecture": (changed_config(model_type="bloom"), "a model of type 'bloom'; expected one of llama, "),
     "no architecture": (changed_config(model_type=None), "a model of type 'None'; expected one of llama, "),
     "fp8": (
         changed_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),

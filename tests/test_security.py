@@ -18,7 +18,7 @@ from tiny import save_tiny, save_tiny_gguf
 import bakron
 from bakron import config, data
 from bakron.errors import BakronError
-from bakron.models import load
+from bakron.models import layout, load
 
 ROOM = 6 << 30  # bytes of address space that a case may add; every bomb below wants more
 SENTENCE = "the quick brown fox jumps over the lazy dog; 0123456789.\n"
@@ -146,7 +146,7 @@ def lines(content, chance):
 def whole_model(path):
     """As `quantize` opens it, tensor by tensor, and as `evaluate` reads it, all at once."""
     source = load.find(str(path))
-    load.widths(load.early_config(source))
+    layout.widths(load.early_config(source))
     _, weights = load.open_model(source)
     weights.survey(getattr(torch, load.stored_dtype(source, None)))
     load.check_length(load.read(source, torch.float32), 8)
@@ -330,6 +330,26 @@ def test_tokens_that_the_model_does_not_know_are_refused(model, tmp_path):
     assert refusal(bakron.evaluate, model, **options) == expected
     change(model / "tokenizer_config.json", model_max_length="long")
     assert "the model's tokenizer fails on the text: " in refusal(bakron.evaluate, model, **options)
+
+
+def test_panics_of_a_tokenizer_are_told_in_words(model, tmp_path):
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["post_processor"]["single"][0]["SpecialToken"]["id"] = "nobody"
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "text.txt").write_text(SENTENCE * 20)
+    message = refusal(bakron.evaluate, model, data=str(tmp_path / "text.txt"), length=16)
+    assert "tokenizer" in message
+
+
+def test_losses_that_are_not_finite_are_told_by_linear(model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 1e26  # its square is more than float32 holds
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    (tmp_path / "text.txt").write_text(SENTENCE * 20)
+    options = dict(method="gptq", group_size=16, sequences=2, length=16, dtype="float32", data=str(tmp_path / "text.txt"))
+    assert "a figure of model.layers.0.mlp.down_proj is not finite" in refusal(bakron.quantize, model, tmp_path / "out", **options)
 
 
 RECIPES = {

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-KINDS = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")
+KINDS = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")  # blocks of seven linears, under Llama's names
+OTHERS = ("gemma2", "gemma3", "phi", "gpt2", "qwen3-moe", "mixtral")
+MIXTURES = ("qwen3-moe", "mixtral")
 
 VOCABULARY = ["<unk>", "<s>", "</s>", *string.ascii_lowercase, *string.digits, " ", "\n", *string.punctuation]
 
@@ -78,13 +80,31 @@ def tiny_config(kind: str, **changes: Any) -> Any:
         tie_word_embeddings=False,
         dtype="float32",
     )
+    mixed = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 24, "tie_word_embeddings": True}
+    two_bases = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    }
     name, own = {
         "llama": ("LlamaConfig", {}),
         "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
         "mistral": ("MistralConfig", {"sliding_window": 8}),
         "qwen2": ("Qwen2Config", {}),
         "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+        # Sliding blocks and full ones, caps near the sizes of scores and logits, so that they bend them.
+        "gemma2": ("Gemma2Config", {**mixed, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 32}),
+        "gemma3": ("Gemma3TextConfig", {**mixed, "rope_parameters": two_bases, "query_pre_attn_scalar": 32}),
+        "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),
+        "gpt2": ("GPT2Config", {"n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": True}),
+        # Block 1 has no experts.
+        "qwen3-moe": (
+            "Qwen3MoeConfig",
+            {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1], "head_dim": 16},
+        ),
+        "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     }[kind]
+    if kind == "gpt2":
+        del shape["intermediate_size"]  # n_inner is its name there
     return getattr(transformers, name)(**{**shape, **own, **changes})
 
 
@@ -95,6 +115,8 @@ def tiny_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32)
+        if kind in MIXTURES:
+            model.set_experts_implementation("eager")  # the only one that computes in float64
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(".bias"):

@@ -17,6 +17,7 @@ from torch import Tensor
 from bakron import rundir
 from bakron.errors import OutputError, RecipeError
 from bakron.grids import OffsetGrid, UniformGrid
+from bakron.models.layout import layout_of
 from bakron.models.weights import Weights, tied_names
 
 if TYPE_CHECKING:
@@ -100,16 +101,17 @@ def write_checkpoint(
     Raises:
         OutputError: A file cannot be written.
     """
+    rename = layout_of(model.config.model_type).stored_name
     plan = shards(_parts(model, weights, dtype, linears, encode))
     where = {}
     for file, parts in plan.items():
-        shapes = {name: one for part in parts.values() for name, one in part.items()}
+        shapes = _shapes(parts, rename)
         where |= dict.fromkeys(shapes, file)
-        tensors = (pair for module in parts for pair in _tensors(module, weights, dtype, linears, encode))
+        tensors = ((rename(name), one) for module in parts for name, one in _tensors(module, weights, dtype, linears, encode))
         rundir.stream_tensors(out / file, shapes, tensors, {"format": "pt"})
     if len(plan) > 1:
-        sizes = sum(_size(one) for parts in plan.values() for part in parts.values() for one in part.values())
-        index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(where.items()))}
+        total = sum(_size(one) for parts in plan.values() for part in parts.values() for one in part.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         rundir.write_text(out / "model.safetensors.index.json", json.dumps(index, indent=1))
     _write_companions(out, model, tokenizer, source)
     config = copy.deepcopy(model.config)
@@ -119,6 +121,19 @@ def write_checkpoint(
     if quantization is not None:
         config.quantization_config = quantization
     rundir.write_text(out / "config.json", config.to_json_string(use_diff=True))
+
+
+def sizes(
+    model: PreTrainedModel, weights: Weights, dtype: torch.dtype, linears: Mapping[str, Callable[[], Linear]], encode: Encode
+) -> dict[str, int]:
+    """Bytes of every weight file that `write_checkpoint` makes of the same arguments; one linear of each shape is encoded to know."""
+    rename = layout_of(model.config.model_type).stored_name
+    plan = shards(_parts(model, weights, dtype, linears, encode))
+    return {file: rundir.tensors_size(_shapes(parts, rename), {"format": "pt"}) for file, parts in plan.items()}
+
+
+def _shapes(parts: Mapping[str, Shapes], rename: Callable[[str], str]) -> Shapes:
+    return {rename(name): one for part in parts.values() for name, one in part.items()}
 
 
 def shards(parts: Mapping[str, Shapes]) -> dict[str, dict[str, Shapes]]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bakron.errors import OutputError
 from bakron.export import compressed_tensors, dense, gguf, gguf_vocabulary, gptq, packed
-from bakron.export.checkpoint import Linear, write_checkpoint
+from bakron.export.checkpoint import Encode, Linear, write_checkpoint
+from bakron.models.layout import layout_of
 from bakron.models.weights import Weights, tied_names
 
 if TYPE_CHECKING:
@@ -61,6 +62,13 @@ def form_of(format: str, gguf_type: str | None) -> Any:
     return FORMATS[format] if gguf_type is None else gguf.Form(gguf_type)
 
 
+def encoder(form: Any, content: Content) -> Encode:
+    """A form's `encode`; its weights turned round for a model that stores them `[n, m]`."""
+    if not layout_of(content.model.config.model_type).transposed:
+        return form.encode
+    return lambda module, linear, dtype: {key: tensor.T.contiguous() for key, tensor in form.encode(module, linear, dtype).items()}
+
+
 def check_content(format: str, config: Any, tokenizer: PreTrainedTokenizerBase | None, source: Source) -> None:
     """Refuse a model or tokenizer that a format has no words for.
 
@@ -97,18 +105,20 @@ def write(out: Path, format: str, gguf_type: str | None, content: Content) -> No
     grid = content.sample.grid
     where = source.path if source.gguf is None else None
     quantization = form.quantization_config(grid, content.ignore)
-    write_checkpoint(out, model, content.weights, content.tokenizer, where, content.dtype, content.linears, form.encode, quantization)
+    encode = encoder(form, content)
+    write_checkpoint(out, model, content.weights, content.tokenizer, where, content.dtype, content.linears, encode, quantization)
     if format == "gptq":
         gptq.beside(out, grid, content.ignore)
 
 
 def differing(out: Path, format: str, gguf_type: str | None, content: Content) -> list[str]:
     """Linears whose tensors in the files of an export are not what their codes encode to."""
-    form, found = form_of(format, gguf_type), []
+    encode, found = encoder(form_of(format, gguf_type), content), []
+    rename = layout_of(content.model.config.model_type).stored_name
     fetch = _fetch_gguf(out, content.model.config) if gguf_type is not None else _fetch_safetensors(out)
     for module, linear in content.linears.items():
-        for key, expected in form.encode(module, linear(), content.dtype).items():
-            stored = fetch(key)
+        for key, expected in encode(module, linear(), content.dtype).items():
+            stored = fetch(rename(key))
             if stored is None or stored.dtype != expected.dtype or not torch.equal(stored, expected):
                 found.append(module)
                 break

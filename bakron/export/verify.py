@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from bakron.errors import OutputError
 from bakron.export import gguf
 from bakron.export.files import Content, differing
+from bakron.models.experts import unfuse
+from bakron.models.layout import layout_of
 from bakron.models.load import find, read
 
 NEEDS = {"compressed-tensors": ("compressed_tensors",), "gptq": ("gptqmodel", "optimum"), "packed": (), "dense": (), "gguf": ("gguf",)}
 WINDOW = 16  # tokens of the forward pass
-GPTQ_TOLERANCE = 2e-3  # of the largest weight: its kernels compute in float16
+GPTQ_TOLERANCE = 1e-2  # of the largest weight: its kernels compute in float16 or bfloat16
 
 
 def verify(out: Path, format: str, gguf_type: str | None, content: Content) -> list[str]:
@@ -48,14 +50,16 @@ def verify(out: Path, format: str, gguf_type: str | None, content: Content) -> l
     if not _fits(weights * torch.finfo(content.dtype).bits // 8):
         return [*lines, "not verified: loading, for which there is not enough memory"]
     model = read(find(str(out), quantized=True), content.dtype)
+    unfuse(model)
+    transposed = layout_of(model.config.model_type).transposed
     for module, linear in content.linears.items():
         found, codes = model.get_submodule(module), linear()
-        _compare(module, _weight_of(found).float(), codes.grid.values(codes.codes).to(content.dtype).float(), format)
-    _forward(model, content.model.config.vocab_size)
-    return [
-        *lines,
-        f"verified: transformers loads it, all {count} linears are scale * (code - zero), and a forward pass of {WINDOW} tokens is finite",
-    ]
+        weight = _weight_of(found).T if transposed else _weight_of(found)
+        _compare(module, weight.float(), codes.grid.values(codes.codes).to(content.dtype).float(), format)
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(WINDOW)[None] % model.config.vocab_size).logits
+    loaded = f"verified: transformers loads it, and all {count} linears are scale * (code - zero)"
+    return [*lines, loaded, _forward("transformers", bool(torch.isfinite(logits).all()))]
 
 
 def _weight_of(module: nn.Module) -> Tensor:
@@ -79,11 +83,11 @@ def _compare(module: str, found: Tensor, expected: Tensor, format: str) -> None:
         raise OutputError(f"{module} is read as something else than scale * (code - zero)", do="Report this")
 
 
-def _forward(model: Any, vocabulary: int) -> None:
-    with torch.no_grad():
-        logits = model(input_ids=torch.arange(WINDOW)[None] % vocabulary).logits
-    if not bool(torch.isfinite(logits).all()):
-        raise OutputError("the loaded model gives NaN or Inf", "finite logits", "Report this")
+def _forward(reader: str, finite: bool) -> str:
+    """A line on a forward pass; a model may overflow by itself, which is no fault of the export."""
+    if finite:
+        return f"verified: a forward pass of {WINDOW} tokens in {reader} is finite"
+    return f"not verified: a forward pass of {WINDOW} tokens in {reader} gives NaN or Inf"
 
 
 def _verify_gguf(file: Path, content: Content) -> list[str]:
@@ -106,9 +110,7 @@ def _verify_gguf(file: Path, content: Content) -> list[str]:
     with contextlib.redirect_stderr(io.StringIO()):
         model = llama_cpp.Llama(str(file), n_ctx=WINDOW, logits_all=True, verbose=False)
         model.eval([token % config.vocab_size for token in range(WINDOW)])
-    if not bool(torch.isfinite(torch.from_numpy(model.scores[:WINDOW])).all()):
-        raise OutputError("llama.cpp gives NaN or Inf", "finite logits", "Report this")
-    return [*lines, f"verified: llama.cpp loads it, and a forward pass of {WINDOW} tokens is finite"]
+    return [*lines, _forward("llama.cpp", bool(torch.isfinite(torch.from_numpy(model.scores[:WINDOW])).all()))]
 
 
 def _fits(size: int) -> bool:

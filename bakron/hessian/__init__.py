@@ -12,12 +12,13 @@ from bakron.hessian.backprop import BackpropEstimator
 from bakron.hessian.factor import FACTORS
 from bakron.hessian.heldout import Candidate, Heldout, candidates, choose
 from bakron.hessian.input import InputEstimator
-from bakron.hessian.local import PARTS, LocalEstimator
+from bakron.hessian.local import LOCAL, LocalEstimator, check_parts
 from bakron.kron import Kron
 
 __all__ = [
     "ESTIMATORS",
     "FACTORS",
+    "LOCAL",
     "BackpropEstimator",
     "Candidate",
     "Estimator",
@@ -25,6 +26,7 @@ __all__ = [
     "InputEstimator",
     "LocalEstimator",
     "candidates",
+    "check_parts",
     "choose",
 ]
 
@@ -49,8 +51,6 @@ class Estimator(Protocol):
 
 ESTIMATORS: dict[str, Callable[..., Any]] = {
     "input": InputEstimator,
-    **{f"{name}-local": partial(LocalEstimator, parts=(name,)) for name in PARTS},
-    "heads-local": partial(LocalEstimator, parts=("attention", "value")),
-    "fully-local": partial(LocalEstimator, parts=tuple(PARTS)),
+    **{name: partial(LocalEstimator, parts=parts) for name, parts in LOCAL.items()},
     "backprop": BackpropEstimator,
 }

@@ -23,6 +23,7 @@ from bakron.hessian.heldout import Heldout
 from bakron.hessian.input import input_factors, input_moments, input_outliers
 from bakron.hessian.outliers import outliers
 from bakron.kron import Factor, Kron
+from bakron.models.linears import Routed
 from bakron.models.walk import Walk
 
 MANIFEST = "manifest.json"
@@ -134,6 +135,7 @@ class BackpropEstimator:
         try:
             B = {name: Factor(unpack(stored[f"{name}.B"], linear.out_features)) for name, linear in linears.items()}
             of_b = {name: float(stored[f"{name}.effective"]) for name in linears}
+            reached = {name: int(stored[f"{name}.tokens"]) for name, linear in linears.items() if isinstance(linear, Routed)}
             large = {name: outliers(stored[f"{name}.sizes"][..., self.skip :], self.skip) for name in linears}
         except (KeyError, ValueError, RuntimeError) as error:
             raise RecipeError(
@@ -143,7 +145,7 @@ class BackpropEstimator:
             self.unweighted = input_factors(self.walk, i, input_moments(self.walk, i, inputs, {}, skip=self.skip, dtype=self.dtype))
         self.outliers = {name: {"b": one} if one else {} for name, one in large.items()}
         if self.weighting.by_sequence:
-            self.tokens = dict.fromkeys(linears, shape[0] * (shape[1] - self.skip))
+            self.tokens = dict.fromkeys(linears, shape[0] * (shape[1] - self.skip)) | reached
             self.effective = {name: {"a": one, "b": one} for name, one in of_b.items()}
             return {name: Kron(Factor(unpack(stored[f"{name}.A"], linear.in_features)), B[name]) for name, linear in linears.items()}
         weights = {}
@@ -153,7 +155,7 @@ class BackpropEstimator:
                 if self.clip is not None:
                     weights[name] = weights[name].clamp_max(quantile(weights[name][:, self.skip :], self.clip))
         grams = input_moments(self.walk, i, inputs, weights, skip=self.skip, dtype=self.dtype)
-        self.tokens = {name: gram.tokens for name, gram in grams.items()}
+        self.tokens = {name: min(gram.tokens, reached.get(name, gram.tokens)) for name, gram in grams.items()}
         self.effective = {name: {"a": gram.effective, "b": of_b[name]} for name, gram in grams.items()}
         self.outliers = {name: one | self.outliers[name] for name, one in input_outliers(grams, self.skip).items()}
         A = input_factors(self.walk, i, grams)

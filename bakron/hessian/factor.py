@@ -100,18 +100,24 @@ class Gram:
         self._weights = torch.zeros(2, dtype=torch.float64, device=device)  # sums of w and w^2
 
     def add(self, Z: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Add the tokens of `Z [..., size]`, each weighted by `weight [...]` (>= 0); returns what each added to the trace, `[...]`."""
+        """Add the tokens of `Z [..., size]`, each weighted by `weight [...]` (>= 0); returns what each added to the trace, `[...]`.
+
+        Zeros, as of tokens that do not reach an expert, are no tokens.
+        """
         shape = Z.shape[:-1]
         Z = Z.detach().reshape(-1, Z.shape[-1]).to(self._sum.dtype)
         if weight is not None:
             weight = weight.detach().reshape(-1, 1).to(Z)
             Z = Z * weight.sqrt()
             self._weights += torch.stack([weight.double().sum(), weight.double().square().sum()])
-        else:
+        sizes = Z.square().sum(-1)
+        if not bool((counted := Z.any(-1)).all()):
+            Z = Z[counted]
+        if weight is None:
             self._weights += Z.shape[0]
         _add_lower(self._sum, Z)
         self.tokens += Z.shape[0]
-        return Z.square().sum(-1).view(shape)
+        return sizes.view(shape)
 
     @property
     def effective(self) -> float:

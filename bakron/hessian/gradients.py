@@ -26,6 +26,7 @@ from bakron.errors import ModelError, OutputError, RecipeError
 from bakron.hessian import schedule
 from bakron.hessian.factor import Step, Weighting, pack
 from bakron.hessian.input import refuse_second_use
+from bakron.models.linears import Routed, in_place
 from bakron.models.walk import Walk
 
 Progress = Callable[[str, int, int], None]
@@ -121,7 +122,9 @@ def gradient_pass(
         outputs = walk.apply(i, inputs)
         if not bool(torch.isfinite(outputs).all()):
             raise ModelError(
-                f"the activations that leave {walk.prefix(i)} are not finite", "finite activations", "Check the model on this text first"
+                f"activations are not finite, first at {walk.first_bad(i, inputs)}",
+                "finite activations",
+                "Check the model on this text first",
             )
         done[0] += 1
         progress("forward", done[0], total)
@@ -244,8 +247,9 @@ def block_moments(
         dtype: Of products and sums; that of the inputs if it is wider.
 
     Returns:
-        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.sizes`, what tokens (by sequence: sequences) added to its trace,
-        and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence, `name.A`, packed); and the gradient at the block's input.
+        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.tokens`, how many tokens have a gradient there, `name.sizes`,
+        what tokens (by sequence: sequences) added to its trace, and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence,
+        `name.A`, packed); and the gradient at the block's input.
 
     Raises:
         ModelError: A gradient is not finite.
@@ -267,17 +271,17 @@ def block_moments(
         }
         if clip is not None and weighting.b_by_input:
             _set_limits(walk, i, inputs, gradient, steps, clip, skip)
-        weights, sizes, at_input = _add_all(walk, i, inputs, gradient, steps, skip)
+        weights, sizes, tokens, at_input = _add_all(walk, i, inputs, gradient, steps, skip)
         if bad := [name for name, step in steps.items() if not step.finite]:
             raise ModelError(
-                f"the gradients at {walk.prefix(i)}.{bad[0]} are not finite",
+                f"gradients are not finite, first at {_first_bad(walk, i, inputs, gradient) or f'{walk.prefix(i)}.{bad[0]}'}",
                 "finite gradients",
                 "Use float32 and check the model on this text first",
             )
     tensors = {}
     for name, step in steps.items():
         tensors |= {f"{name}.B": pack(step.B.value()), f"{name}.effective": torch.tensor(step.effective, dtype=torch.float64)}
-        tensors[f"{name}.sizes"] = sizes[name]
+        tensors |= {f"{name}.sizes": sizes[name], f"{name}.tokens": torch.tensor(tokens[name] // len(gradient))}
         if weighting.by_sequence:
             assert step.A is not None
             tensors[f"{name}.A"] = pack(step.A.value())
@@ -288,16 +292,20 @@ def block_moments(
 
 def _add_all(
     walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], skip: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int], Tensor]:
     """Add every token to each linear's step.
 
     Returns:
-        Per linear the tokens' weights in A `[N, T]` and what they added to the trace of B (by sequence `[N]`), summed over samples; the gradient at the input.
+        Per linear the tokens' weights in A `[N, T]`, what they added to the trace of B (by sequence `[N]`), and how many had a gradient there, summed over
+        samples; the gradient at the input.
     """
     weights = {name: torch.zeros(inputs.shape[:2], dtype=step.B.dtype) for name, step in steps.items()}
     sizes = {name: weights[name].new_zeros(inputs.shape[: 1 if step.weighting.by_sequence else 2]) for name, step in steps.items()}
 
+    tokens = dict.fromkeys(steps, 0)
+
     def visit(rows: slice, name: str, x: Tensor, g: Tensor) -> None:
+        tokens[name] += int(g[:, skip:].any(-1).sum())
         a, size = steps[name].add(x[:, skip:], g[:, skip:])
         if a is None:
             sizes[name][rows] += size.cpu()
@@ -305,7 +313,20 @@ def _add_all(
             sizes[name][rows, skip:] += size.cpu()
             weights[name][rows, skip:] += a.cpu()
 
-    return weights, sizes, block_gradients(walk, i, inputs, gradient, visit)
+    return weights, sizes, tokens, block_gradients(walk, i, inputs, gradient, visit)
+
+
+def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor) -> str | None:
+    """The linear of block i that is the first, going backward, whose gradient is not finite, in the first sequence where that is so."""
+    found: list[tuple[int, int, str]] = []
+
+    def visit(rows: slice, name: str, _x: Tensor, g: Tensor) -> None:
+        bad = ~torch.isfinite(g).flatten(1).all(1)
+        if bool(bad.any()):
+            found.append((rows.start + int(bad.nonzero()[0]), -list(walk.linears(i)).index(name), name))
+
+    block_gradients(walk, i, inputs, gradient, visit)
+    return f"{walk.prefix(i)}.{min(found)[2]} in sequence {min(found)[0]}" if found else None
 
 
 def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], clip: float, skip: int) -> None:
@@ -356,12 +377,16 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
                 x = batch.detach().requires_grad_()
                 with torch.enable_grad():
                     y = walk.run(i, x)
-                outputs = [seen[name][1] for name in linears]
+                ran = [name for name, linear in linears.items() if name in seen or not isinstance(linear, Routed)]
+                outputs = [seen[name][1] for name in ran]
                 for number, one in enumerate(gradient):
                     at_input, *at_outputs = torch.autograd.grad(y, [x, *outputs], one[rows].to(y), retain_graph=number + 1 < len(gradient))
                     result[number, rows] = at_input.cpu()
-                    for name, g in zip(linears, at_outputs, strict=True):
-                        visit(rows, name, seen[name][0], g)
+                    for name, g in zip(ran, at_outputs, strict=True):
+                        visit(rows, name, in_place(linears[name], seen[name][0], len(batch)), in_place(linears[name], g, len(batch)))
+                    for name in linears.keys() - set(ran):  # experts that no token of the batch reaches
+                        m, n = linears[name].weight.shape
+                        visit(rows, name, y.new_zeros(*y.shape[:2], n), y.new_zeros(*y.shape[:2], m))
                 seen.clear()
     finally:
         for handle in handles:
@@ -370,9 +395,9 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
 
 
 def quantile(values: Tensor, share: float) -> float:
-    """The smallest of the values that at least a share of them do not exceed."""
-    flat = values.flatten()
-    return float(flat.kthvalue(max(1, math.ceil(share * flat.numel()))).values)
+    """The smallest of the positive values that at least a share of them do not exceed; 0 where none is positive, as for tokens that reach no expert."""
+    flat = values[values > 0]
+    return float(flat.kthvalue(max(1, math.ceil(share * flat.numel()))).values) if flat.numel() else 0.0
 
 
 def block_file(store: Path, i: int) -> Path:

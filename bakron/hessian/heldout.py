@@ -36,12 +36,13 @@ class Heldout:
     """
 
     def __init__(self, walk: Walk, i: int, inputs: Tensor, gradient: Tensor, skip: int = 0) -> None:
-        self._inputs: dict[str, dict[int, Tensor]] = {name: {} for name in walk.linears(i)}
+        self._inputs: dict[str, dict[int, tuple[Tensor, Tensor]]] = {name: {} for name in walk.linears(i)}
         self._gradients: dict[str, dict[int, list[Tensor]]] = {name: {} for name in walk.linears(i)}
 
         def visit(rows: slice, name: str, x: Tensor, g: Tensor) -> None:
-            self._inputs[name][rows.start] = x[:, skip:].cpu()
-            self._gradients[name].setdefault(rows.start, []).append(g[:, skip:].cpu())
+            counted = x[:, skip:].any(-1)  # not those that do not reach an expert
+            self._inputs[name][rows.start] = counted.cpu(), x[:, skip:][counted].cpu()
+            self._gradients[name].setdefault(rows.start, []).append(g[:, skip:][counted].cpu())
 
         block_gradients(walk, i, inputs, gradient, visit)
 
@@ -52,8 +53,13 @@ class Heldout:
             name: Of the linear within the block.
             E: Values minus weight, on the CPU.
         """
-        moved = {start: x @ E.to(x).T for start, x in self._inputs[name].items()}
-        return torch.cat([torch.stack([(y * g).sum(-1).double() for g in self._gradients[name][start]], 1) for start, y in moved.items()])
+        found = []
+        for start, (counted, x) in self._inputs[name].items():
+            one = torch.zeros(len(self._gradients[name][start]), *counted.shape, dtype=torch.float64)
+            for sample, g in enumerate(self._gradients[name][start]):
+                one[sample][counted] = ((x @ E.to(x).T) * g).sum(-1).double()
+            found.append(one.transpose(0, 1))
+        return torch.cat(found)
 
     def error(self, name: str, E: Tensor) -> float:
         """`sum_t (g_t^T E x_t)^2` over the tokens held out, for each label sampled; arguments as for `changes`."""
@@ -61,7 +67,7 @@ class Heldout:
 
     def tokens(self, name: str) -> tuple[Tensor, Tensor]:
         """Inputs `[t, n]` and gradients `[t, m]` of all tokens held out, once for each label sampled."""
-        pairs = [(x.flatten(0, 1), g.flatten(0, 1)) for start, x in self._inputs[name].items() for g in self._gradients[name][start]]
+        pairs = [(x, g) for start, (_, x) in self._inputs[name].items() for g in self._gradients[name][start]]
         return torch.cat([x for x, _ in pairs]), torch.cat([g for _, g in pairs])
 
     def alignment(self, name: str, kron: Kron) -> dict[str, float]:

@@ -12,6 +12,7 @@ from bakron.errors import FactorError, ModelError
 from bakron.hessian.factor import Gram
 from bakron.hessian.outliers import outliers
 from bakron.kron import Factor, Kron
+from bakron.models.linears import Routed, in_place
 from bakron.models.walk import Walk
 
 
@@ -111,7 +112,7 @@ def input_moments(
         Gram per linear, with the tokens' `sizes [b, T - skip]`.
     """
     linears, seen = walk.linears(i), dict[str, Tensor]()
-    shared_inputs = [group for names in walk.layout.shared_inputs if (group := [name for name in names if name not in without])]
+    shared_inputs = [group for names in walk.shared_inputs(i) if (group := [name for name in names if name not in without])]
     dtype = torch.promote_types(inputs.dtype, dtype)
     grams: dict[str, Gram] = {}
     for names in shared_inputs:
@@ -131,7 +132,11 @@ def input_moments(
             for name in names:
                 if id(grams[name]) not in done:
                     weight = weights[name][start : start + len(batch), skip:] if name in weights else None
-                    grams[name].sizes.append(grams[name].add(seen[name][:, skip:], weight).cpu())
+                    if name not in seen and isinstance(linears[name], Routed):  # no token of the batch reaches this expert
+                        sizes = torch.zeros(len(batch), batch.shape[1] - skip, dtype=dtype)
+                    else:
+                        sizes = grams[name].add(in_place(linears[name], seen[name], len(batch))[:, skip:], weight).cpu()
+                    grams[name].sizes.append(sizes)
                     done.add(id(grams[name]))
         seen.clear()
 

@@ -16,7 +16,7 @@ Each is a sum over tokens `sum_t x_t x_t^T (x) b_t` with a positive semi-definit
 | up, gate | squared change of the MLP's output (gate: first order)          | (g_t g_t^T) o W_down^T W_down, g = act(gate); for gate g = act'(gate) o up |
 
 q', k' are queries and keys as attention sees them, R_t the rotation of position t, J_t the Jacobian of the q/k-norm. Heads do not mix, so B of q, k and v is
-`[heads, head_dim, head_dim]`. Linears that are asked for no local Hessian have A = sum x x^T, B = I, as in `input`.
+`[heads, head_dim, head_dim]`. In an MLP without a gate g = act'(up). Linears that are asked for no local Hessian have A = sum x x^T, B = I, as in `input`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from bakron.hessian.factor import FACTORS, Gram, Weighting
 from bakron.hessian.input import input_factors, input_moments, input_outliers, refuse_second_use
 from bakron.kron import Kron
 from bakron.models.attention import Attention
+from bakron.models.layout import layout_of
+from bakron.models.linears import Routed
 from bakron.models.walk import Walk
 
-Q, K, V, O = (f"self_attn.{name}_proj" for name in "qkvo")  # noqa: E741
-GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 Seen = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -51,7 +51,7 @@ class LocalEstimator:
         dtype: Of products and sums.
 
     Raises:
-        RecipeError: Another factorisation.
+        RecipeError: Another factorisation, or a part that the architecture does not have.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class LocalEstimator:
         if factor not in LOCAL_FACTORS:
             raise RecipeError(f"factor {factor} with a local Hessian", " or ".join([", ".join(LOCAL_FACTORS[:-1]), LOCAL_FACTORS[-1]]))
         self.walk, self.parts, self.weighting = walk, tuple(parts), FACTORS[factor]
+        check_parts(walk.model.config.model_type, self.parts)
         self.skip, self.dtype = skip, dtype
         self.tokens: dict[str, int] = {}
         self.effective: dict[str, dict[str, float]] = {}
@@ -101,7 +102,8 @@ class LocalEstimator:
         weights = {name: one for part in parts for name, one in part.weights.items()} if self.weighting.a_by_gradient else {}
         own = {name: gram for part in parts for name, gram in part.grams.items()}
         grams = input_moments(self.walk, i, inputs, weights, without=own, skip=self.skip, dtype=dtype) | own
-        self.tokens = dict.fromkeys(grams, inputs.shape[0] * (inputs.shape[1] - self.skip))
+        routed = [name for name, linear in self.walk.linears(i).items() if isinstance(linear, Routed)]
+        self.tokens = dict.fromkeys(grams, inputs.shape[0] * (inputs.shape[1] - self.skip)) | {name: grams[name].tokens for name in routed}
         self.effective = {name: {"a": gram.effective} for name, gram in grams.items()}
         self.outliers = input_outliers(grams, self.skip)
         A = input_factors(self.walk, i, grams)
@@ -127,18 +129,23 @@ class Scores:
     def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, dtype: torch.dtype, skip: int = 0) -> None:
         self.attention, self.weighting, self.skip = Attention(walk, i), weighting, skip
         self.dtype = dtype
-        self.weights = {name: torch.empty(inputs.shape[:2], dtype=dtype) for name in (Q, K)}
+        self._names = names = walk.layout.roles["q"], walk.layout.roles["k"]
+        self.weights = {name: torch.empty(inputs.shape[:2], dtype=dtype) for name in names}
         self.grams: dict[str, Gram] = {}
         d = self.attention.head_dim
-        self._B = {name: torch.zeros(walk.linears(i)[name].out_features // d, d, d, dtype=dtype, device=walk.device) for name in (Q, K)}
+        self._B = {name: torch.zeros(walk.linears(i)[name].out_features // d, d, d, dtype=dtype, device=walk.device) for name in names}
 
     def add(self, rows: slice, seen: Seen) -> None:
         """Add the sequences `rows`, of which `seen` has inputs and outputs of every linear."""
-        for s, (x, q, k) in enumerate(zip(seen[Q][0], seen[Q][1], seen[K][1]), rows.start):
+        of_q, of_k = self._names
+        for s, (x, q, k) in enumerate(zip(seen[of_q][0], seen[of_q][1], seen[of_k][1]), rows.start):
             x = x.to(self.dtype)
             size = x.square().sum(-1) if self.weighting.b_by_input else x.new_ones(len(x))
             size[: self.skip] = 0
-            for name, side, z, other in ((Q, "q", q, self.attention.rotated("k", k)), (K, "k", k, self.attention.rotated("q", q))):
+            for name, side, z, other in (
+                (of_q, "q", q, self.attention.rotated("k", k)),
+                (of_k, "k", k, self.attention.rotated("q", q)),
+            ):
                 for positions, b in self.attention.score_curvature(side, z.to(self.dtype), other.to(self.dtype)):
                     self.weights[name][s, positions] = b.diagonal(dim1=-2, dim2=-1).sum((0, -1)).clamp_min(0).cpu()
                     self._B[name] += torch.einsum("t,htij->hij", size[positions], b)
@@ -166,10 +173,11 @@ class Values:
 
     def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, dtype: torch.dtype, skip: int = 0) -> None:
         self.attention, self.weighting, self.skip = Attention(walk, i), weighting, skip
-        linears = walk.linears(i)
+        linears, roles = walk.linears(i), walk.layout.roles
+        self._q, self._k, self._v = (roles[role] for role in "qkv")
         self.weights: dict[str, Tensor] = {}
-        self.grams = {V: Gram(linears[V].in_features, walk.device, dtype)}
-        W = linears[O].weight.detach().to(walk.device, dtype)
+        self.grams = {self._v: Gram(linears[self._v].in_features, walk.device, dtype)}
+        W = linears[roles["o"]].weight.detach().to(walk.device, dtype)
         W = W.unflatten(1, (-1, self.attention.head_dim)).transpose(0, 1)  # [heads, d, head_dim]
         self._outputs = W.mT @ W
         self._size = torch.zeros(len(W), dtype=torch.float64, device=walk.device)  # of each head's weighted inputs
@@ -177,24 +185,24 @@ class Values:
     def add(self, rows: slice, seen: Seen) -> None:
         """Add the sequences `rows`, of which `seen` has inputs and outputs of every linear."""
         groups, traces = self.attention.groups, self._outputs.diagonal(dim1=-2, dim2=-1).sum(-1)
-        for x, q, k in zip(seen[V][0], seen[Q][1], seen[K][1]):
+        for x, q, k in zip(seen[self._v][0], seen[self._q][1], seen[self._k][1]):
             q, k = self.attention.rotated("q", q), self.attention.rotated("k", k)
             for g in range(len(k)):
                 heads = slice(g * groups, (g + 1) * groups)
                 mixed = self.attention.probabilities(q[heads], k[g])[:, self.skip :] @ x  # [groups, T - skip, n]
                 weight = traces[heads, None].expand(mixed.shape[:2]) if self.weighting.a_by_gradient else None
-                self.grams[V].add(mixed, weight)
+                self.grams[self._v].add(mixed, weight)
                 self._size[heads] += mixed.double().square().sum((-2, -1))
 
     def output_factors(self) -> dict[str, Tensor]:
         """B of v, `[key-value heads, head_dim, head_dim]`."""
         weight = self._size / self._size.mean() if self.weighting.b_by_input else torch.ones_like(self._size)
         B = self._outputs * weight.to(self._outputs)[:, None, None]
-        return {V: _symmetric(B.unflatten(0, (-1, self.attention.groups)).sum(1))}
+        return {self._v: _symmetric(B.unflatten(0, (-1, self.attention.groups)).sum(1))}
 
 
 class Gated:
-    """Curvature of the MLP's output at up and gate.
+    """Curvature of the MLP's output at up and gate, or at up alone where there is no gate.
 
     Args:
         walk: The model.
@@ -211,23 +219,26 @@ class Gated:
 
     def __init__(self, walk: Walk, i: int, inputs: Tensor, weighting: Weighting, dtype: torch.dtype, skip: int = 0) -> None:
         self.weighting, self.skip = weighting, skip
-        linears, self.dtype = walk.linears(i), dtype
-        self.weights = {name: torch.empty(inputs.shape[:2], dtype=dtype) for name in (UP, GATE)}
+        linears, roles, self.dtype = walk.linears(i), walk.layout.roles, dtype
+        self._up, self._gate = roles["up"], roles.get("gate")
+        names = [name for name in (self._up, self._gate) if name is not None]
+        self.weights = {name: torch.empty(inputs.shape[:2], dtype=dtype) for name in names}
         self.grams: dict[str, Gram] = {}
-        self._act = walk.blocks[i].get_submodule("mlp").act_fn
-        self._W = linears[DOWN].weight.detach()
+        self._act = walk.blocks[i].get_submodule(walk.layout.activation)
+        self._W = linears[roles["down"]].weight.detach()
         self._diagonal = self._W.to(walk.device, dtype).square().sum(0)
-        self._moments = {name: Gram(linears[name].out_features, walk.device, dtype) for name in (UP, GATE)}
+        self._moments = {name: Gram(linears[name].out_features, walk.device, dtype) for name in names}
 
     def add(self, rows: slice, seen: Seen) -> None:
         """Add the sequences `rows`, of which `seen` has inputs and outputs of every linear."""
-        x, z = seen[GATE]
+        x, z = seen[self._gate or self._up]
         z = z.detach().requires_grad_()
         with torch.enable_grad():
-            gate = self._act(z)
-        slope = torch.autograd.grad(gate, z, torch.ones_like(gate))[0]
+            active = self._act(z)
+        slope = torch.autograd.grad(active, z, torch.ones_like(active))[0]
         size = x.to(self.dtype).square().sum(-1) if self.weighting.b_by_input else None
-        for name, g in ((UP, gate.detach()), (GATE, slope * seen[UP][1])):
+        slopes = {self._up: slope} if self._gate is None else {self._up: active.detach(), self._gate: slope * seen[self._up][1]}
+        for name, g in slopes.items():
             g = g.to(self.dtype)
             self.weights[name][rows] = (g.square() @ self._diagonal).cpu()
             self._moments[name].add(g[:, self.skip :], None if size is None else size[:, self.skip :])
@@ -244,6 +255,31 @@ PARTS: dict[str, Callable[[Walk, int, Tensor, Weighting, torch.dtype, int], Scor
     "value": Values,
     "mlp": Gated,
 }
+LOCAL: dict[str, tuple[str, ...]] = {
+    **{f"{name}-local": (name,) for name in PARTS},
+    "heads-local": ("attention", "value"),
+    "fully-local": tuple(PARTS),
+}
+
+
+def check_parts(model_type: str, parts: Iterable[str]) -> None:
+    """Refuse losses that an architecture does not have in the form in which their curvature is known.
+
+    Args:
+        model_type: Of the model.
+        parts: Names in `PARTS`.
+
+    Raises:
+        RecipeError: One is named, with the Hessians that can be had.
+    """
+    known = layout_of(model_type).local
+    if missing := [part for part in parts if part not in known]:
+        possible = [name for name, wanted in LOCAL.items() if set(wanted) <= set(known)]
+        raise RecipeError(
+            f"a local Hessian of {missing[0]} for a model of type {model_type}, which is not known",
+            f"hessian {' or '.join(['input', *possible, 'backprop'])}",
+            "Use --hessian backprop",
+        )
 
 
 def _symmetric(B: Tensor) -> Tensor:

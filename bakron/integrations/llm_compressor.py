@@ -30,6 +30,7 @@ from bakron.grids import SCALES, UniformGrid
 from bakron.hessian.factor import Gram, unpack, weighting
 from bakron.hessian.gradients import block_file, gradient_pass
 from bakron.kron import Kron
+from bakron.models.layout import layout_of
 from bakron.models.walk import Walk
 from bakron.pipeline import damped
 from bakron.solver import solve
@@ -135,6 +136,8 @@ class BakronModifier(GPTQModifier):
         device = next(state.model.parameters()).device
         if device.type != "cpu":
             raise ModelError(f"a model on {device}", "one in host memory", "Load it without device_map: oneshot moves one block at a time")
+        if layout_of(state.model.config.model_type).expert_inputs:
+            raise ModelError("a mixture of experts, whose experts llm-compressor takes apart in its own way", "factor None")
         walk = Walk(state.model, ids.shape[1], get_main_device(), self.gradient_batch)
         self._store = tempfile.TemporaryDirectory(prefix="bakron-gradients-")
         store = Path(self._store.name)

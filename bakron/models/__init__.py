@@ -1,1 +1,1 @@
-"""Models as a sequence of decoder blocks: which architectures (`layout`), how to read them (`load`), and how to run them block by block (`walk`)."""
+"""Models as sequences of blocks: architectures (`layout`), reading them (`load`), running them block by block (`walk`), what is a linear (`linears`, `experts`)."""

@@ -1,4 +1,7 @@
-"""A block's attention taken apart: heads, the model's own q/k-norm and rotary embedding, probabilities, and how a curvature of rotated heads looks at q and k."""
+"""A block's attention taken apart: heads, the model's own q/k-norm and rotary embedding, probabilities, and how a curvature of rotated heads looks at q and k.
+
+Where only the first part of a head is rotated (Phi), the rest passes as it is.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bakron.errors import ModelError
 from bakron.models.walk import Walk
 
 POSITIONS = 64  # whose [head_dim, head_dim] curvatures are alive at a time
@@ -19,17 +23,26 @@ class Attention:
     Args:
         walk: The model.
         i: Block.
+
+    Raises:
+        ModelError: Its tokens attend to later ones too.
     """
 
     def __init__(self, walk: Walk, i: int) -> None:
-        self.module = walk.blocks[i].get_submodule("self_attn")
+        self.module = walk.blocks[i].get_submodule(walk.layout.attention)
+        if not self.module.is_causal:
+            raise ModelError(f"attention of {walk.prefix(i)} that looks ahead", "causal attention")
         self.head_dim: int = self.module.head_dim  # type: ignore[assignment]
         self.groups: int = self.module.num_key_value_groups  # type: ignore[assignment]
         cos, sin = walk.arguments(i)["position_embeddings"]
-        self.cos, self.sin = cos[0], sin[0]  # [T, head_dim]: one length, no padding, so all sequences have the same positions
+        self.cos, self.sin = (
+            cos[0],
+            sin[0],
+        )  # [T, what is rotated of head_dim]: one length, no padding, so all sequences have the same positions
         self.rotary = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
         config = self.module.config
         self.window: int | None = getattr(self.module, "sliding_window", getattr(config, "sliding_window", None))  # type: ignore[assignment]
+        self.cap: float | None = getattr(config, walk.layout.score_cap) if walk.layout.score_cap else None
 
     def rotated(self, side: str, z: Tensor) -> Tensor:
         """What attention sees of the output of `q_proj` or `k_proj`.
@@ -42,9 +55,9 @@ class Attention:
             `[heads, T, head_dim]`.
         """
         z = z.unflatten(-1, (-1, self.head_dim))
-        norm = getattr(self.module, f"{side}_norm", None)
+        norm = self._norm(side)
         z = (z if norm is None else norm(z)).transpose(0, 1)
-        return self.rotary(z, z, self.cos, self.sin, unsqueeze_dim=0)[0]
+        return self._rotate(z, self.cos, self.sin, unsqueeze_dim=0)
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
         """Softmax of the scores of one key head.
@@ -58,7 +71,10 @@ class Attention:
         """
         distance = torch.arange(len(k), device=k.device)[:, None] - torch.arange(len(k), device=k.device)
         hidden = (distance < 0) | (distance >= (self.window or len(k)))
-        return (q @ k.T * self.module.scaling).masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = q @ k.T * self.module.scaling
+        if self.cap is not None:
+            scores = (scores / self.cap).tanh() * self.cap
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
     def score_curvature(self, side: str, z: Tensor, other: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Curvature, at the outputs of `q_proj` or `k_proj`, of the summed squared change of all attention scores q' . k' of a sequence.
@@ -96,9 +112,9 @@ class Attention:
     def _pull_back(self, side: str, z: Tensor, C: Tensor, positions: slice) -> Tensor:
         """`J^T R^T C R J` for each head and position: R the rotation, J the Jacobian of the norm at z."""
         cos, sin = self.cos[positions], -self.sin[positions]
-        C = self.rotary(C, C, cos, sin)[0].mT  # rotates the rows of C: C R, transposed R^T C
-        C = self.rotary(C, C, cos, sin)[0]
-        norm = getattr(self.module, f"{side}_norm", None)
+        C = self._rotate(C, cos, sin).mT  # rotates the rows of C: C R, transposed R^T C
+        C = self._rotate(C, cos, sin)
+        norm = self._norm(side)
         if norm is None:
             return C
         z = z.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)[:, :, None].expand_as(C).detach().requires_grad_()
@@ -106,3 +122,12 @@ class Attention:
             y = norm(z)
         C = torch.autograd.grad(y, z, C, retain_graph=True)[0].mT
         return torch.autograd.grad(y, z, C)[0]
+
+    def _rotate(self, z: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+        """The model's own rotation of the first entries of `[..., head_dim]`, as many as `cos` has."""
+        turned, passed = z[..., : cos.shape[-1]], z[..., cos.shape[-1] :]
+        return torch.cat([self.rotary(turned, turned, cos, sin, unsqueeze_dim=unsqueeze_dim)[0], passed], -1)
+
+    def _norm(self, side: str) -> nn.Module | None:
+        """The norm of queries or keys, head by head."""
+        return getattr(self.module, f"{side}_norm", getattr(self.module, f"{side}_layernorm", None))

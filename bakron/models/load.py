@@ -168,15 +168,6 @@ def early_config(source: Source) -> dict[str, Any]:
     return found
 
 
-def widths(config: dict[str, Any]) -> dict[str, int]:
-    """Inputs of each kind of linear, as far as a config tells: the residual width, all heads together, and the MLP's inner width."""
-    hidden, heads, inner = config.get("hidden_size"), config.get("num_attention_heads"), config.get("intermediate_size")
-    if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(inner, int)) or heads < 1:
-        return {}
-    head_dim = config.get("head_dim") or hidden // heads
-    return {"q_proj, k_proj, v_proj, gate_proj, up_proj": hidden, "o_proj": heads * head_dim, "down_proj": inner}
-
-
 def fetch(source: Source) -> Source:
     """A hub model as a directory in the hub's cache; anything else as it is.
 
@@ -199,7 +190,7 @@ def open_model(source: Source) -> tuple[PreTrainedModel, Weights]:
         source: From `find`, fetched.
 
     Returns:
-        The model in evaluation mode, its parameters float32 on the meta device, its buffers (such as rotary frequencies) real; and its weights.
+        The model in evaluation mode, experts apart, its parameters float32 on the meta device, its buffers (such as rotary frequencies) real; and its weights.
 
     Raises:
         ModelError: It cannot be read, lacks weights or has others than its config, or is of an unknown architecture.
@@ -208,6 +199,7 @@ def open_model(source: Source) -> tuple[PreTrainedModel, Weights]:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from bakron.models.experts import unfuse
     from bakron.models.weights import GGUFReader, SafetensorsReader, Weights
 
     assert source.path is not None
@@ -218,7 +210,7 @@ def open_model(source: Source) -> tuple[PreTrainedModel, Weights]:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         model.tie_weights()
-        layout_of(model.config.model_type)
+        unfuse(model)
         reader = GGUFReader(source.path / source.gguf, model) if source.gguf else SafetensorsReader(source.path)
         weights = Weights(model, reader, source.name)
     model.eval().requires_grad_(False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import fnmatch
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -9,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bakron.errors import ModelError
+from bakron.errors import ModelError, RecipeError
+from bakron.models.experts import unfuse
 from bakron.models.layout import layout_of
+from bakron.models.linears import Linear, as_linear, output_logits
 from bakron.models.load import check_length
 from bakron.models.room import Room
 from bakron.models.weights import Filled, Weights
@@ -20,7 +25,8 @@ class Walk:
     """A model as a list of blocks that map hidden states `[b, T, d]` to hidden states.
 
     Args:
-        model: A Hugging Face causal language model of a known layout, on the CPU, or with its parameters on the meta device and `weights` given.
+        model: A Hugging Face causal language model of a known layout, on the CPU, or with its parameters on the meta device and `weights` given. Fused
+            experts are taken apart.
         length: Tokens of every sequence, T.
         device: Where blocks run; each is moved there for its turn only.
         batch: Sequences per forward pass.
@@ -30,6 +36,7 @@ class Walk:
         room: Hands out hidden states and gradients; None for plain memory.
 
     Attributes:
+        excluded: Names of linears that are not to be quantized.
         runs: Forward passes of all sequences through single blocks so far, and, counted by those who do them, backward ones.
 
     Raises:
@@ -49,17 +56,19 @@ class Walk:
         self.model, self.length, self.batch, self.device = model, length, batch, torch.device(device)
         self.room = room or Room()
         self.runs = {"forward": 0, "backward": 0}
+        self.excluded: set[str] = set()
         self._weights = weights
         self._loaded: tuple[int, Filled] | None = None
         self.precision = {"bfloat16": "medium", "float32": "highest"}[precision]
         self.layout = layout_of(model.config.model_type)  # type: ignore[union-attr, arg-type]
         self.blocks: list[nn.Module] = list(model.get_submodule(self.layout.blocks))  # type: ignore[arg-type]
         self.norm, self.head = model.get_submodule(self.layout.norm), model.get_submodule(self.layout.head)
+        self._experts = unfuse(model)
         owners: dict[int, str] = {}
-        for i in range(len(self.blocks)):
-            for name, linear in self.linears(i).items():
+        for i, block in enumerate(self.blocks):
+            for name in self.linears(i):
                 whole = f"{self.prefix(i)}.{name}"
-                owner = owners.setdefault(id(linear.weight), whole)
+                owner = owners.setdefault(id(block.get_submodule(name).weight), whole)
                 if owner != whole:  # its Hessian is that of all its uses together, and rounding it here changes it there
                     raise ModelError(f"{whole} is the same weight as {owner}", "a weight of its own for every linear")
         check_length(model, length)
@@ -69,26 +78,65 @@ class Walk:
         """Number of blocks."""
         return len(self.blocks)
 
+    def first(self, count: int) -> Walk:
+        """The same model ending after its first blocks, with counters of its own. Only one of the two may have a block in memory."""
+        self.unload()
+        walk = copy.copy(self)
+        walk.blocks, walk.runs = self.blocks[:count], dict.fromkeys(self.runs, 0)
+        return walk
+
     def prefix(self, i: int) -> str:
         """Name of block i within the model, as in the checkpoint."""
         return f"{self.layout.blocks}.{i}"
 
-    def linears(self, i: int) -> dict[str, nn.Linear]:
-        """Linears of block i by their name within the block, in the order they run.
+    def shared_inputs(self, i: int) -> tuple[tuple[str, ...], ...]:
+        """The linears of block i; those in one tuple see the same input."""
+        return self.layout.inputs_with(self._experts[i])
+
+    def linears(self, i: int) -> dict[str, Linear]:
+        """Linears of block i by their name within the block, in the order of the layout.
 
         Raises:
-            ModelError: One is missing or is not an nn.Linear.
+            ModelError: One is missing or of another kind.
         """
         found = {}
-        for name in self.layout.linears:
+        for name in (name for names in self.shared_inputs(i) for name in names):
             try:
                 module = self.blocks[i].get_submodule(name)
             except AttributeError as error:
                 raise ModelError(f"block {i} has no {name}", f"the layout of {self.model.config.model_type}") from error  # type: ignore[union-attr]
-            if not isinstance(module, nn.Linear):
-                raise ModelError(f"{name} of block {i} is a {type(module).__name__}", "torch.nn.Linear")
-            found[name] = module
+            found[name] = as_linear(module, f"{name} of block {i}", self.layout.transposed)
         return found
+
+    def choose(self, include: str | None, exclude: str | None) -> dict[str, int]:
+        """Choose the linears that are to be quantized, by patterns separated by commas, as in file names.
+
+        Returns:
+            Linears of the model that each pattern matches.
+
+        Raises:
+            RecipeError: A pattern matches none, or none are left.
+        """
+        names = [f"{self.prefix(i)}.{name}" for i in range(len(self)) for name in self.linears(i)]
+        matches = {
+            pattern.strip(): set(fnmatch.filter(names, pattern.strip()))
+            for pattern in ",".join(filter(None, (include, exclude))).split(",")
+            if pattern
+        }
+        for pattern, found in matches.items():
+            if not found:
+                raise RecipeError(f"the pattern {pattern} matches none of the model's {len(names)} linears", f"names such as {names[0]}")
+        wanted = set().union(*(matches[one.strip()] for one in include.split(","))) if include else set(names)
+        self.excluded = set(names) - wanted
+        for pattern in exclude.split(",") if exclude else ():
+            self.excluded |= matches[pattern.strip()]
+        if len(self.excluded) == len(names):
+            raise RecipeError(f"include and exclude leave none of the model's {len(names)} linears", "at least one")
+        return {pattern: len(found) for pattern, found in matches.items()}
+
+    def chosen(self, i: int) -> list[str]:
+        """Names of the linears of block i that are to be quantized."""
+        return [name for name in self.linears(i) if f"{self.prefix(i)}.{name}" not in self.excluded]
 
     def arguments(self, i: int) -> dict[str, Any]:
         """What the model passes to block i beside the hidden states: mask, position embeddings, for one sequence."""
@@ -136,6 +184,39 @@ class Walk:
                     visit(start, batch)
         return result
 
+    def first_bad(self, i: int, hidden: Tensor) -> str:
+        """Where activations of block i are not finite first: sequence and module.
+
+        Args:
+            i: Block.
+            hidden: What enters it, `[N, T, d]`.
+        """
+        if not bool(torch.isfinite(hidden).all()):
+            return f"the inputs of {self.prefix(i)} in sequence {int((~torch.isfinite(hidden).flatten(1).all(1)).nonzero()[0])}"
+        first: list[tuple[str, int]] = []
+
+        def look(name: str, start: int, output: Any) -> None:
+            whole = output[0] if isinstance(output, tuple) else output
+            if not first and isinstance(whole, Tensor) and whole.ndim > 1 and not bool(torch.isfinite(whole).all()):
+                first.append((name, start + int((~torch.isfinite(whole).flatten(1).all(1)).nonzero()[0])))
+
+        start = 0
+        names = {name: module for name, module in self.blocks[i].named_modules() if name}
+        handles = [
+            module.register_forward_hook(lambda _m, _a, output, name=name: look(name, start, output)) for name, module in names.items()
+        ]
+        try:
+            with self.resident(i), torch.no_grad():
+                for begin, batch in self.batches(hidden):
+                    start = begin
+                    self.run(i, batch)
+                    if first:
+                        return f"{self.prefix(i)}.{first[0][0]} in sequence {first[0][1]}"
+        finally:
+            for handle in handles:
+                handle.remove()
+        return f"the outputs of {self.prefix(i)}"
+
     def batches(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(first sequence, batch on the device) over `[N, T, d]`."""
         for start in range(0, len(hidden), self.batch):
@@ -144,7 +225,7 @@ class Walk:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection of `[..., d]`; differentiable."""
-        return self.head(self.norm(hidden))
+        return output_logits(self.model, self.norm(hidden), self.layout.head)
 
     def load(self, i: int) -> None:
         """Bring the weights of block i into memory, in place of those of the block before: changes of a block last until another one is loaded."""
@@ -227,7 +308,10 @@ class Walk:
         recorded: dict[int, dict[str, Any]] = {}
 
         def recorder(i: int) -> Callable[..., Tensor]:
-            def forward(hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
+            names = [*inspect.signature(type(self.blocks[i]).forward).parameters][2:]  # without self and the hidden states
+
+            def forward(hidden: Tensor, *positional: Any, **arguments: Any) -> Tensor:
+                arguments = dict(zip(names, positional)) | arguments
                 recorded[i] = {name: _to(value, self.device) for name, value in arguments.items()}
                 return hidden
 
@@ -242,12 +326,13 @@ class Walk:
     @contextmanager
     def _replaced(self, forward_of: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
         """Every block's forward replaced, so that a model's own forward prepares arguments without computing blocks."""
-        for i, block in enumerate(self.blocks):
+        blocks = list(self.model.get_submodule(self.layout.blocks))  # type: ignore[arg-type]
+        for i, block in enumerate(blocks):
             block.forward = forward_of(i)
         try:
             yield
         finally:
-            for block in self.blocks:
+            for block in blocks:
                 del block.forward
 
 

@@ -180,12 +180,12 @@ class Weights:
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        known = self._model.state_dict()
+        known, layout = self._model.state_dict(), layout_of(self._model.config.model_type)
         unused = []
         for key in sorted(self._reader.shapes, key=_natural):
             found, pattern = rename_source_key(key, renamings, converters, self._model.base_model_prefix, known)
-            if found not in known and key in known:
-                found, pattern = key, None
+            if found not in known and (own := layout.parameter_name(key)) in known:
+                found, pattern = own, None  # such as the weight of an expert, which transformers would fuse
             if found not in known:
                 unused.append(found)
             elif pattern is None:

@@ -38,8 +38,8 @@ def refit_scales(codes: Tensor, W: Tensor, kron: Kron, grid: ScaledGrid) -> Scal
     """
     if isinstance(grid, OffsetGrid):  # offsets stay what they are
         base = grid.base
-        better = refit_scales(codes, W - grid.shift(W.shape[1], W.dtype), kron, base)
-        return grid if better is base else replace(grid, scale=better.scale)
+        moved = refit_scales(codes, W - grid.shift(W.shape[1], W.dtype), kron, base)
+        return grid if moved is base else replace(grid, scale=moved.scale)
     work = W.detach().to(torch.float64 if W.dtype == torch.float64 else torch.float32)
     values, spread = grid.values(codes, work.dtype), grid.spread(W.shape[1], work.dtype)
     levels = values / spread

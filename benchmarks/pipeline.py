@@ -1,0 +1,126 @@
+"""Memory of a run as the model grows deeper, beside its own size and what `bakron plan` said: random Llama models of 4, 8, 16 and 32 equal blocks.
+
+    python benchmarks/pipeline.py [--blocks 4,8,16,32] [--hidden 1024] [--method bakron]
+
+Every run and every plan is a process of its own; the peak is its largest resident set. Boundaries, the block inputs kept for the gradient pass, grow with depth and
+are shown; the rest must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
+
+from machine import RESULTS, ROOT, describe  # noqa: E402
+from tiny import save_tiny  # noqa: E402
+
+FLAT, NEAR, TIME = 0.10, 0.15, 1.5  # how much the peak may grow with depth, differ from the plan; factor of the time
+
+
+def main() -> None:
+    """Measure, print a table, write benchmarks/results/pipeline.json, and say what does not hold."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--blocks", default="4,8,16,32")
+    flags.add_argument("--hidden", type=int, default=1024)
+    flags.add_argument("--method", default="bakron")
+    flags.add_argument("--sequences", type=int, default=8)
+    flags.add_argument("--length", type=int, default=64)
+    flags.add_argument("--json", type=Path, default=RESULTS / "pipeline.json")
+    given = flags.parse_args()
+    settings = {"method": given.method, "levels": 7, "group_size": 32, "sequences": given.sequences, "length": given.length, "batch": 4}
+    rows = []
+    print(f"{'blocks':>6} {'model':>9} {'peak':>9} {'planned':>9} {'boundaries':>10} {'seconds':>8} {'planned':>8}  disk as planned")
+    for blocks in map(int, given.blocks.split(",")):
+        with tempfile.TemporaryDirectory(prefix="bakron-pipeline-") as place:
+            rows.append(measure(Path(place), blocks, given.hidden, settings))
+        one = rows[-1]
+        print(
+            f"{blocks:6} {one['model'] / 1e6:6.0f} MB {one['peak'] / 1e6:6.0f} MB {one['planned_peak'] / 1e6:6.0f} MB {one['boundaries'] / 1e6:7.1f} MB "
+            f"{one['seconds']:8.0f} {one['planned_seconds']:8.0f}  {one['disk'] == one['planned_disk']}",
+            flush=True,
+        )
+    failures = judge(rows)
+    record = {"machine": describe(), "settings": settings, "hidden": given.hidden, "rows": rows, "failures": failures}
+    given.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    for failure in failures:
+        print(failure)
+    raise SystemExit(bool(failures))
+
+
+def measure(place: Path, blocks: int, hidden: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """A model, its plan and its run, in processes of their own."""
+    heads = hidden // 64
+    shape = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_attention_heads": heads, "num_key_value_heads": heads}
+    save_tiny(place / "model", "llama", num_hidden_layers=blocks, initializer_range=0.02, **shape)
+    (place / "text.txt").write_text(
+        "".join(f"the quick brown fox number {i} jumps over {i * i} lazy dogs; and so on.\n" for i in range(400))
+    )
+    arguments = [str(place / "model"), str(place / "out"), "--data", str(place / "text.txt"), "--quiet"]
+    arguments += [part for name, value in settings.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    planned = bakron("plan", arguments, place / "plan.json")
+    start = time.perf_counter()
+    summary = bakron("quantize", arguments, place / "summary.json")
+    wall = time.perf_counter() - start
+    kept = (summary["gradient_pass"] or {}).get("bytes", 0)
+    return {
+        "blocks": blocks,
+        "model": (place / "model" / "model.safetensors").stat().st_size,
+        "peak": summary["peak_memory_bytes"],
+        "planned_peak": planned["memory"]["peak"],
+        "planned_memory": planned["memory"],
+        "boundaries": kept,
+        "seconds": summary["seconds"]["total"],
+        "wall": round(wall, 1),
+        "planned_seconds": planned["seconds"]["total"],
+        "stages": summary["seconds"],
+        "planned_stages": planned["seconds"],
+        "disk": sum(file.stat().st_size for file in (place / "out").glob("*.safetensors")),
+        "planned_disk": planned["disk"]["checkpoint"],
+        "passes": summary["passes"],
+        "planned_passes": planned["passes"],
+    }
+
+
+def bakron(command: str, arguments: list[str], result: Path) -> dict[str, Any]:
+    """What a command writes with --json."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    subprocess.run(
+        [sys.executable, "-m", "bakron", command, *arguments, "--json", str(result)],
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return dict(json.loads(result.read_text("utf-8")))
+
+
+def judge(rows: list[dict[str, Any]]) -> list[str]:
+    """What does not hold of what the documents claim."""
+    found = []
+    rest = [row["peak"] - row["boundaries"] for row in rows]
+    if max(rest) > (1 + FLAT) * min(rest):
+        found.append(f"the peak without boundaries grows from {min(rest):,} to {max(rest):,} bytes")
+    if rows[-1]["blocks"] >= 32 and rows[-1]["peak"] >= rows[-1]["model"]:
+        found.append(f"the peak of {rows[-1]['peak']:,} bytes is above the model's own {rows[-1]['model']:,}")
+    for row in rows:
+        if abs(row["planned_peak"] - row["peak"]) > NEAR * row["peak"]:
+            found.append(f"{row['blocks']} blocks: a peak of {row['peak']:,} bytes, planned {row['planned_peak']:,}")
+        if row["disk"] != row["planned_disk"]:
+            found.append(f"{row['blocks']} blocks: a checkpoint of {row['disk']:,} bytes, planned {row['planned_disk']:,}")
+        if row["passes"] != row["planned_passes"]:
+            found.append(f"{row['blocks']} blocks: passes {row['passes']}, planned {row['planned_passes']}")
+        if not 1 / TIME <= row["seconds"] / row["planned_seconds"] <= TIME:
+            found.append(f"{row['blocks']} blocks: {row['seconds']:.0f} s, planned {row['planned_seconds']:.0f} s")
+    return found
+
+
+if __name__ == "__main__":
+    main()
