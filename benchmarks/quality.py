@@ -150,7 +150,7 @@ def _row(
     run(walk, recipe, dtype=torch.bfloat16, clock=clock, ids=used, estimator=estimator, keep=keep)
     measured = more.result()
     result = compare(model, windows, original)
-    bits = bits_per_weight(levels, 16, 0, counts["weights"], counts["scales"])
+    bits = bits_per_weight(levels, 16, counts["weights"], counts["scales"])
     return {
         "row": name,
         "seed": seed,
