@@ -7,14 +7,15 @@ import json
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, formats, rundir
+from bakron import config, formats, ranks, rundir
 from bakron import data as corpus
 from bakron.errors import RecipeError
-from bakron.job import Done, Job, make_estimator, prepare
+from bakron.job import Done, Job, StoredCodes, make_estimator, prepare
 from bakron.job import device as device_of
 from bakron.models import load as models
 from bakron.plan import Plan, check_disk
@@ -78,6 +79,7 @@ def quantize(
     """Quantize every linear of a model's decoder blocks; embeddings and head are left alone.
 
     A run that was cut short, by whatever, is gone on with when it is asked for again: the same call gives the files that it would have given uninterrupted.
+    Started by torchrun, its processes share the work of the one run: every one of them must make the same call.
 
     Args:
         model: Hugging Face directory, hub name, or GGUF file.
@@ -96,6 +98,19 @@ def quantize(
     Raises:
         BakronError: Any of its subclasses; nothing is written for mistakes that can be found before the work starts.
     """
+    with ranks.started():
+        return _quantize(model, out, recipe, progress, log, observe, overrides)
+
+
+def _quantize(
+    model: str | Path,
+    out: str | Path,
+    recipe: Recipe | str | Path | None,
+    progress: Progress | None,
+    log: Log | None,
+    observe: Observe | None,
+    overrides: dict[str, Any],
+) -> dict[str, Any]:
     start = time.perf_counter()
     progress, observe = progress or (lambda *_: None), observe or (lambda _: None)
     warnings: list[str] = []
@@ -120,25 +135,42 @@ def quantize(
         job = prepare(source, recipe, log, target)
         check_disk(job, target)
     observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
+    ranks.meet()  # before anything is written, every process has found the output directory and the recipe fit to be used
     try:
-        with rundir.held(target):
-            summary = _work(job, target, clock, start, Watch(shown, log, observe), warnings)
+        with rundir.held(target) if ranks.first() else nullcontext():
+            return _work(job, target, clock, start, Watch(shown, log, observe), warnings)
     finally:
-        if not rundir.worth_keeping(target):
+        if ranks.first() and not rundir.worth_keeping(target):
             rundir.discard(target)
-    return summary
 
 
 def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warnings: list[str]) -> dict[str, Any]:
     """Everything that writes: rounds what is not rounded yet, then the checkpoint, then the records of a finished run."""
+    sessions = ranks.by_first(lambda: _begin(job, target))
+    done = Done(job, target, watch.log) if ranks.first() else None
+    count = ranks.told(done and done.count)
+    if count and count < len(job.walk):
+        watch.log(f"going on with the run in {target}: {count} of {len(job.walk)} blocks are rounded")
+    passes = _round(job, target, clock, done, count, watch) if count < len(job.walk) else None
+    return ranks.by_first(lambda: _finish(job, target, clock, start, watch, warnings, done, sessions, passes))
+
+
+def _finish(
+    job: Job,
+    target: Path,
+    clock: Clock,
+    start: float,
+    watch: Watch,
+    warnings: list[str],
+    done: Done | None,
+    sessions: int,
+    passes: dict[str, int] | None,
+) -> dict[str, Any]:
+    """The checkpoint, and the records of a finished run."""
     from bakron.export.card import model_card
     from bakron.hessian.outliers import warning as outliers_warning
 
-    sessions = _begin(job, target)
-    done = Done(job, target, watch.log)
-    if done.count and done.count < len(job.walk):
-        watch.log(f"going on with the run in {target}: {done.count} of {len(job.walk)} blocks are rounded")
-    passes = _round(job, target, clock, done, watch) if done.count < len(job.walk) else None
+    assert done is not None
     rundir.discard_scratch(target)
     with clock.stage("write"):
         exported = _export(target, job, watch.log)
@@ -267,7 +299,7 @@ def _begin(job: Job, target: Path) -> int:
     return sessions
 
 
-def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> dict[str, int] | None:
+def _round(job: Job, target: Path, clock: Clock, done: Done | None, count: int, watch: Watch) -> dict[str, int] | None:
     """Run estimator and block loop over the blocks that are not done; leaves codes and events. Returns what the gradient pass did, if there was one."""
     import torch
 
@@ -280,6 +312,7 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> di
             tiled.ready(torch.float32)  # compiled once and cached on disk; no part of the solver's time
     with clock.stage("hessian"):
         estimator = make_estimator(job, target, watch.progress, watch.log)
+    stored = StoredCodes(target, recipe)
     run(
         job.walk,
         recipe,
@@ -287,8 +320,8 @@ def _round(job: Job, target: Path, clock: Clock, done: Done, watch: Watch) -> di
         clock=clock,
         ids=job.used,
         estimator=estimator,
-        keep=done.keep,
-        stored=lambda i: done.stored.values(i, job.walk.chosen(i)) if i < done.count else None,
+        keep=done.keep if done else lambda *_: None,
+        stored=lambda i: stored.values(i, job.walk.chosen(i)) if i < count else None,
         progress=watch.progress,
         observe=watch.observe,
     )
@@ -360,6 +393,7 @@ def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total
         "peak_memory_bytes": peak_memory(),
         "dtype": str(job.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
+        "processes": ranks.size(),
         "versions": {
             "bakron": bakron.__version__,
             "python": platform.python_version(),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from bakron import __version__
+from bakron import __version__, ranks
 from bakron.config import Format, GgufType, Recipe
 from bakron.errors import BakronError, OutputError, RecipeError
 
@@ -75,13 +75,16 @@ def quantize(model: str, out: str, recipe: str | None, json_file: Path | None, q
 
     given = {name: value for name, value in flags.items() if value is not None}
     _check_json(json_file)
-    with Display(quiet) as display, _interruptible(display.progress, display.log) as progress:
+    told = ranks.launched().rank == 0
+    with Display(quiet or not told) as display, _interruptible(display.progress, display.log) as progress:
         watch = {"progress": progress, "log": display.log, "observe": display.observe}
         try:
             summary = api.quantize(model, out, recipe=recipe, **watch, **given)
         except KeyboardInterrupt:
             kept = f" The same command goes on from here: what is done is kept in {out}." if Path(out).expanduser().is_dir() else ""
             raise Interrupted(f"interrupted.{kept}") from None
+    if not told:
+        return
     seconds = summary["seconds"]
     _write_json(json_file, summary)
     if not quiet and json_file != STDOUT:
@@ -277,7 +280,7 @@ def main() -> None:
     try:
         app()
     except BakronError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"{_who()}error: {error}\n")
         sys.exit(2)
     except Interrupted as interrupt:
         sys.stderr.write(f"{interrupt}\n")
@@ -285,6 +288,15 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted.\n")
         sys.exit(130)
+
+
+def _who() -> str:
+    """Which of several processes speaks."""
+    try:
+        place = ranks.launched()
+    except RecipeError:
+        return ""
+    return f"process {place.rank} of {place.size}: " if place.size > 1 else ""
 
 
 @contextmanager

@@ -35,6 +35,10 @@ class OutputError(BakronError):
     """The output directory cannot be used."""
 
 
+class ProcessError(BakronError):
+    """A process of a run on several was lost, or told to stop."""
+
+
 class ShapeError(BakronError):
     """Tensors that belong together do not fit."""
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, formats, rundir
+from bakron import config, formats, ranks, rundir
 from bakron import data as corpus
 from bakron.errors import OutputError, RecipeError
 from bakron.models import layout
@@ -167,6 +167,8 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
         told = "; ".join(f"{pattern} matches {found}" for pattern, found in matches.items())
         log(f"layers: {told}; {count} of {count + len(walk.excluded)} linears are to be quantized")
     check_widths(walk, recipe)
+    if tokens is not None and len(tokens.ids) - (held_out(len(tokens.ids)) if recipe.chooses else 0) < ranks.size():
+        raise RecipeError(f"{ranks.size()} processes for {len(tokens.ids)} sequences", "one at least for each", "Use fewer processes")
     dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)
     widest = max(linear.in_features for linear in walk.linears(0).values())
     if tokens is not None and tokens.ids.numel() < widest:
@@ -177,7 +179,7 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
 
 
 def device(name: str) -> torch.device:
-    """A device that works here.
+    """A device that works here; of several processes on one machine, each has its own GPU.
 
     Raises:
         RecipeError: It does not.
@@ -185,7 +187,7 @@ def device(name: str) -> torch.device:
     import torch
 
     try:
-        found = torch.device(name)
+        found = torch.device(name, ranks.local()) if name == "cuda" and ranks.size() > 1 else torch.device(name)
         float(torch.zeros(1, device=found))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RecipeError(f"device {name!r}: {str(error).splitlines()[0]}", "a device that torch can use here, such as cpu") from error
@@ -218,9 +220,8 @@ def make_estimator(job: Job, target: Path, progress: Progress, log: Log = lambda
     if recipe.hessian != "backprop":
         return estimate(job.walk, factor=recipe.factor, **common)
     store = Path(recipe.factors).expanduser() if recipe.factors else target / rundir.FOLDER / "gradients"
-    if not recipe.factors and (bad := rundir.first_damaged(store)):
-        log(f"{bad}. The gradient pass is run again")
-        shutil.rmtree(store)
+    if not recipe.factors:
+        ranks.by_first(lambda: _refuse_damaged(store, log))
     return estimate(
         job.walk,
         job.tokens.ids,
@@ -237,6 +238,13 @@ def make_estimator(job: Job, target: Path, progress: Progress, log: Log = lambda
         boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
         progress=progress,
     )
+
+
+def _refuse_damaged(store: Path, log: Log) -> None:
+    """Remove the gradient pass if a file of it is damaged."""
+    if bad := rundir.first_damaged(store):
+        log(f"{bad}. The gradient pass is run again")
+        shutil.rmtree(store)
 
 
 def codes_of(rounded: Mapping[str, Rounded]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bakron import formats
+from bakron import formats, ranks
 from bakron.config import Recipe
 from bakron.errors import FactorError, ModelError
 from bakron.grids import OffsetGrid, UniformGrid, check_groups
@@ -83,9 +83,9 @@ def run(
         recipe: Resolved.
         dtype: In which scales are stored.
         clock: Receives seconds of the stages "calibrate" (forward passes of the calibration text), "hessian" and "solve".
-        ids: Calibration tokens `[N, T]`; None for rtn.
+        ids: Calibration tokens `[N, T]`, of which each process takes its share; None for rtn.
         estimator: Of the Hessians; None for rtn.
-        keep: Called with every block's index and its rounded linears by name, before the next block starts.
+        keep: Called, on process 0, with every block's index and its rounded linears by name, before the next block starts.
         stored: From a block's index to the values of its linears by name, if it was rounded before; such a block is only run for what the next one sees.
         treat: What to do with a linear, in place of `round_linear`.
         progress: Called with (stage, done, total).
@@ -96,7 +96,7 @@ def run(
     """
     treat = treat or round_linear
     with clock.stage("calibrate"):
-        hidden = walk.embed(ids) if ids is not None else None
+        hidden = walk.embed(ids[ranks.share(len(ids))]) if ids is not None else None
     for i in range(len(walk)):
         if (values := stored(i)) is not None:
             with clock.stage("calibrate"):
@@ -117,8 +117,8 @@ def run(
             with clock.stage("calibrate"):
                 hidden = walk.apply(i, hidden)
         with clock.stage("solve"):
-            rounded, linears = {}, walk.linears(i)
-            for name in walk.chosen(i):
+            rounded, linears, owners = {}, walk.linears(i), walk.owners(i)
+            for name in (name for name in walk.chosen(i) if owners[name] == ranks.rank()):
                 linear = linears[name]
                 whole, kron = f"{walk.prefix(i)}.{name}", krons.pop(name, None)
                 starved = kron is not None and isinstance(linear, Routed) and estimator.tokens[name] < FEW * linear.in_features
@@ -133,12 +133,31 @@ def run(
                 rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
                 rounded[name].event["memory"] = memory()
                 observe(rounded[name].event)
+            rounded = _exchanged(walk, i, rounded, observe)
         with clock.stage("write"):
-            keep(i, rounded)
+            if ranks.first():
+                keep(i, rounded)
         if hidden is not None and recipe.inputs == "quantized" and i + 1 < len(walk):
             with clock.stage("calibrate"):
                 hidden = walk.apply(i, hidden)
         progress("quantize", i + 1, len(walk))
+
+
+def _exchanged(walk: Walk, i: int, rounded: dict[str, Rounded], observe: Callable[[dict[str, Any]], None]) -> dict[str, Rounded]:
+    """All linears of block i, rounded and in their place, from what each process has rounded."""
+    if ranks.size() == 1:
+        return rounded
+    found, linears, owners = {}, walk.linears(i), walk.owners(i)
+    for name in walk.chosen(i):
+        own = rounded.get(name)
+        codes, grid, event = ranks.told(None if own is None else (own.codes.to(torch.int16), own.grid, own.event), owners[name])
+        if own is None:
+            codes = codes.to(torch.int32)
+            own = Rounded(grid.values(codes), codes, grid, event)
+            linears[name].weight.data.copy_(own.values)
+            observe(event)
+        found[name] = own
+    return found
 
 
 @contextmanager

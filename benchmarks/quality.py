@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +56,44 @@ ROWS: dict[str, dict[str, Any]] = {
 STEPS = list(ROWS)[:5]
 
 
-def main() -> None:
+class Extra:
+    """What a study measures of a row beside quality; `hessian.py` measures more.
+
+    Args:
+        flags: Of the study.
+        walk: The original model.
+        windows: The whole evaluation text, `[N, T]`.
+        store: Directory for what is kept between rows.
+    """
+
+    def __init__(self, flags: argparse.Namespace, walk: Walk, windows: torch.Tensor, store: Path) -> None:
+        pass
+
+    def start(self) -> None:
+        """A row begins."""
+
+    def add(self, i: int, rounded: dict[str, Rounded]) -> None:
+        """A block is rounded."""
+
+    def result(self) -> dict[str, Any]:
+        """Columns of the row that ends."""
+        return {}
+
+
+def main(extra: type[Extra] = Extra) -> None:
     """Run the study that the flags ask for and print its table."""
     flags = _flags()
     torch.set_float32_matmul_precision("medium")  # of the evaluation; the passes of a row set their own
     texts = {split: data.load(str(getattr(flags, split)), split=split) for split in ("calibration", "evaluation")}
     source = models.find(str(flags.model or demo_model()))
     tokenizer = models.read_tokenizer(source)
-    windows = data.windows(texts["evaluation"], tokenizer, length=flags.length, sequences=flags.windows)
+    text = data.windows(texts["evaluation"], tokenizer, length=flags.length)
+    windows = replace(text, ids=text.ids[: flags.windows])
     original = models.read(source, torch.float32)
     model = copy.deepcopy(original)
     study = _open(flags, source, windows)
     store = Path(flags.scratch or tempfile.mkdtemp(prefix="bakron-quality-"))
+    more = extra(flags, Walk(original, flags.length), text.ids, store)
     for names in (STEPS, [name for name in flags.rows if name not in STEPS]):
         for seed in flags.seeds:
             tokens = data.windows(texts["calibration"], tokenizer, length=flags.length, sequences=flags.sequences, seed=seed)
@@ -76,7 +103,7 @@ def main() -> None:
                         continue
                     print(f"seed {seed}, {levels} levels, {name} ...", flush=True)
                     model.load_state_dict(original.state_dict())
-                    row = _row(model, original, tokens.ids, windows.ids, name, seed, levels, flags.group_size, store)
+                    row = _row(model, original, tokens.ids, windows.ids, name, seed, levels, flags.group_size, store, more)
                     study["rows"].append(row)
                     rundir.write_text(flags.json, json.dumps(study, indent=1) + "\n")
                     print(f"  KL {row['kl']:.4f}  perplexity {row['perplexity']:.2f}  {sum(row['seconds'].values()):.0f} s", flush=True)
@@ -84,13 +111,25 @@ def main() -> None:
 
 
 def _row(
-    model: Any, original: Any, ids: torch.Tensor, windows: torch.Tensor, name: str, seed: int, levels: int, group_size: int, store: Path
+    model: Any,
+    original: Any,
+    ids: torch.Tensor,
+    windows: torch.Tensor,
+    name: str,
+    seed: int,
+    levels: int,
+    group_size: int,
+    store: Path,
+    more: Extra,
 ) -> dict[str, Any]:
     recipe = config.from_dict({"levels": levels, "group_size": group_size, "seed": seed, **ROWS[name]}).resolve()
     walk, clock = Walk(model, ids.shape[1], batch=recipe.batch, precision=recipe.precision), Clock()
     counts = {"weights": 0, "scales": 0}
 
-    def keep(_: int, rounded: dict[str, Rounded]) -> None:
+    more.start()
+
+    def keep(i: int, rounded: dict[str, Rounded]) -> None:
+        more.add(i, rounded)
         counts["weights"] += sum(one.codes.numel() for one in rounded.values())
         counts["scales"] += sum(one.grid.scale.numel() for one in rounded.values())
 
@@ -109,8 +148,9 @@ def _row(
     gradients = time.perf_counter() - start
     used = None if estimator is None else ids[: len(ids) - held]
     run(walk, recipe, dtype=torch.bfloat16, clock=clock, ids=used, estimator=estimator, keep=keep)
+    measured = more.result()
     result = compare(model, windows, original)
-    bits = bits_per_weight(levels, 16, 0, counts["weights"], counts["scales"])
+    bits = bits_per_weight(levels, 16, counts["weights"], counts["scales"])
     return {
         "row": name,
         "seed": seed,
@@ -120,6 +160,7 @@ def _row(
         "seconds": {stage: round(value, 2) for stage, value in clock.seconds.items()}
         | {"gradient pass, if not shared": round(gradients, 2)},
         **result,
+        **measured,
     }
 
 

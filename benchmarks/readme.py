@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ import quality
 from machine import RESULTS, ROOT
 
 DOCS = ROOT / "docs"
-PAGES = (ROOT / "README.md", ROOT / "bakron" / "solver" / "README.md", DOCS / "how-to" / "plug-in.md", DOCS / "explanation" / "gains.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "bakron" / "solver" / "README.md",
+    ROOT / "bakron" / "hessian" / "README.md",
+    DOCS / "how-to" / "plug-in.md",
+    DOCS / "explanation" / "gains.md",
+)
 
 
 def tables() -> dict[str, str]:
@@ -32,11 +39,43 @@ def tables() -> dict[str, str]:
         found["solver"] = solver_table(json.loads((RESULTS / "solver.json").read_text()))
     if (RESULTS / "quality.json").exists():
         found["quality"] = quality.table(json.loads((RESULTS / "quality.json").read_text()))
+    if (RESULTS / "hessian.json").exists():
+        found["hessian"] = hessian_table(json.loads((RESULTS / "hessian.json").read_text()))
     if (RESULTS / "plugins.json").exists():
         found["plugins"] = plugins_table(json.loads((RESULTS / "plugins.json").read_text()))
     if (RESULTS / "peers.json").exists():
         found["peers"] = peers_table(json.loads((RESULTS / "peers.json").read_text()))
     return found
+
+
+def hessian_table(result: dict[str, Any]) -> str:
+    """Means over seeds; seconds are those of the Hessians after the gradient pass, beside those of the pass where this row had to make it."""
+    rows = result["rows"]
+    levels = sorted({row["levels"] for row in rows})
+    lines = [
+        "| setting | seeds | "
+        + " | ".join(f"{n} levels: KL | perplexity | held-out error" for n in levels)
+        + " | Hessians, s | peak memory, GB |"
+    ]
+    lines.append("|---" * (4 + 3 * len(levels)) + "|")
+    for name in dict.fromkeys(row["row"] for row in rows):
+        mine, cells = [row for row in rows if row["row"] == name], []
+        for n in levels:
+            found = [row for row in mine if row["levels"] == n]
+            mean = lambda key, found=found: statistics.mean(row[key] for row in found)  # noqa: E731
+            cells.append(f"{mean('kl'):.3f} | {mean('perplexity'):.1f} | {mean('heldout_error'):.3f}" if found else "- | - | -")
+        seconds = statistics.mean(row["seconds"]["hessian"] for row in mine)
+        passed = max(row["seconds"]["gradient pass, if not shared"] for row in mine)
+        lines.append(
+            f"| {name} | {len({row['seed'] for row in mine})} | {' | '.join(cells)} | {seconds:.0f}{f' + {passed:.0f}' if passed > 1 else ''} | "
+            f"{max(row['peak_memory_gb'] for row in mine):.1f} |"
+        )
+    setting, machine = result["setting"], result["machine"]
+    lines.append(
+        f"\n{setting['model']}, group {setting['group_size']}; calibration {setting['calibration']}, evaluation {setting['evaluation']}; "
+        f"on {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}."
+    )
+    return "\n".join(lines)
 
 
 def peers_table(result: dict[str, Any]) -> str:

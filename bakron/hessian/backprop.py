@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bakron import rundir
+from bakron import ranks, rundir
 from bakron.errors import RecipeError
 from bakron.hessian.factor import unpack, weighting
-from bakron.hessian.gradients import Progress, block_file, gradient_pass, quantile, slots_in
+from bakron.hessian.gradients import Progress, block_file, gradient_pass, quantile, rows_here, slots_in
 from bakron.hessian.heldout import Heldout
 from bakron.hessian.input import input_factors, input_moments, input_outliers
 from bakron.hessian.outliers import outliers
@@ -34,7 +34,7 @@ class BackpropEstimator:
 
     Args:
         walk: The original model.
-        ids: Calibration tokens `[N, T]`.
+        ids: Calibration tokens `[N, T]`; with several processes all of them, of which each takes its share.
         store: Directory for the gradient pass's results; a complete one of the same model, tokens, seed and weighting of B is reused.
         factor: A name in `FACTORS`, `shampoo:K` or `kl:K`.
         seed: Of the sampled labels.
@@ -100,7 +100,7 @@ class BackpropEstimator:
             "dtype": str(dtype),
         }
         self.passes: dict[str, int] | None = None
-        if not _complete(store, key, len(walk)):
+        if not ranks.by_first(lambda: _complete(store, key, len(walk))):
             self.passes = gradient_pass(
                 walk,
                 ids,
@@ -113,30 +113,31 @@ class BackpropEstimator:
                 skip=skip,
                 held=held,
                 dtype=dtype,
-                slots=slots_in(walk, ids, boundary_memory, samples),
+                slots=slots_in(walk, ids[rows_here(len(ids), held)], boundary_memory, samples),
                 key=json.dumps(key, sort_keys=True),
                 progress=progress or (lambda *_: None),
             )
-            rundir.write_text(store / MANIFEST, json.dumps(key, indent=1))
+            ranks.by_first(lambda: rundir.write_text(store / MANIFEST, json.dumps(key, indent=1)))
 
     def block(self, i: int, inputs: Tensor) -> dict[str, Kron]:
         """One pass through block i for A; B from the gradient pass.
 
         Args:
             i: Block.
-            inputs: `[N, T, d]` on the CPU without the sequences held out, usually from the quantized prefix.
+            inputs: `[N, T, d]` on the CPU, of this process, without the sequences held out, usually from the quantized prefix.
 
         Returns:
-            Undamped Kron per linear.
+            Undamped Kron per linear that falls to this process.
         """
         stored = rundir.read_tensors(block_file(self.store, i))
-        shape = inputs.shape[:2]
-        linears = self.walk.linears(i)
+        length = inputs.shape[1]
+        linears, owners = self.walk.linears(i), self.walk.owners(i)
+        mine = {name: linear for name, linear in linears.items() if owners[name] == ranks.rank()}
         try:
-            B = {name: Factor(unpack(stored[f"{name}.B"], linear.out_features)) for name, linear in linears.items()}
-            of_b = {name: float(stored[f"{name}.effective"]) for name in linears}
-            reached = {name: int(stored[f"{name}.tokens"]) for name, linear in linears.items() if isinstance(linear, Routed)}
-            large = {name: outliers(stored[f"{name}.sizes"][..., self.skip :], self.skip) for name in linears}
+            B = {name: Factor(unpack(stored[f"{name}.B"], linear.out_features)) for name, linear in mine.items()}
+            of_b = {name: float(stored[f"{name}.effective"]) for name in mine}
+            reached = {name: int(stored[f"{name}.tokens"]) for name, linear in mine.items() if isinstance(linear, Routed)}
+            large = {name: outliers(stored[f"{name}.sizes"][..., self.skip :], self.skip) for name in mine}
         except (KeyError, ValueError, RuntimeError) as error:
             raise RecipeError(
                 f"{block_file(self.store, i)} is damaged: {error}", "a file of a finished gradient pass", f"Remove {self.store}"
@@ -145,26 +146,28 @@ class BackpropEstimator:
             self.unweighted = input_factors(self.walk, i, input_moments(self.walk, i, inputs, {}, skip=self.skip, dtype=self.dtype))
         self.outliers = {name: {"b": one} if one else {} for name, one in large.items()}
         if self.weighting.by_sequence:
-            self.tokens = dict.fromkeys(linears, shape[0] * (shape[1] - self.skip)) | reached
+            self.tokens = {name: reached.get(name, len(stored[f"{name}.sizes"]) * (length - self.skip)) for name in mine}
             self.effective = {name: {"a": one, "b": one} for name, one in of_b.items()}
-            return {name: Kron(Factor(unpack(stored[f"{name}.A"], linear.in_features)), B[name]) for name, linear in linears.items()}
+            return {name: Kron(Factor(unpack(stored[f"{name}.A"], linear.in_features)), B[name]) for name, linear in mine.items()}
         weights = {}
         if self.weighting.a_by_gradient:
             for name in linears:
-                weights[name] = stored[f"{name}.gradient"].reshape(shape)
+                of_all = stored[f"{name}.gradient"].reshape(-1, length)
+                weights[name] = of_all[ranks.share(len(of_all))]
                 if self.clip is not None:
-                    weights[name] = weights[name].clamp_max(quantile(weights[name][:, self.skip :], self.clip))
+                    weights[name] = weights[name].clamp_max(quantile(of_all[:, self.skip :], self.clip))
         grams = input_moments(self.walk, i, inputs, weights, skip=self.skip, dtype=self.dtype)
         self.tokens = {name: min(gram.tokens, reached.get(name, gram.tokens)) for name, gram in grams.items()}
         self.effective = {name: {"a": gram.effective, "b": of_b[name]} for name, gram in grams.items()}
         self.outliers = {name: one | self.outliers[name] for name, one in input_outliers(grams, self.skip).items()}
         A = input_factors(self.walk, i, grams)
-        return {name: Kron(A[name], B[name]) for name in linears}
+        return {name: Kron(A[name], B[name]) for name in mine}
 
     def heldout(self, i: int) -> Heldout:
         """Inputs and gradients of the sequences held out, at block i, which must still have its original weights."""
         stored = rundir.read_tensors(block_file(self.store, i))
-        return Heldout(self.walk, i, stored["heldout.inputs"], stored["heldout.gradient"], self.skip)
+        rows = ranks.share(len(stored["heldout.inputs"]))
+        return Heldout(self.walk, i, stored["heldout.inputs"][rows], stored["heldout.gradient"][:, rows], self.skip)
 
 
 def _complete(store: Path, key: dict[str, object], blocks: int) -> bool:

@@ -31,6 +31,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bakron import ranks
+
 LEAF = 256  # columns below which a symmetric product is done whole, and a packed triangle is stored whole
 KL_DAMPING = 0.01  # share of each diagonal entry added before a factor is inverted
 
@@ -140,6 +142,17 @@ class Gram:
         """Whether the sum is."""
         return bool(torch.isfinite(self._sum).all())
 
+    def collect(self, at: int | None = None) -> None:
+        """Become the sum over all processes, with their tokens in order; on process `at` only, if it is given: elsewhere it is of no more use."""
+        if ranks.size() == 1:
+            return
+        packed = ranks.sum_(pack(self._sum), at)
+        counts = ranks.sum_(torch.cat([self._weights.cpu(), torch.tensor([self.tokens], dtype=torch.float64)]), at)
+        sizes = ranks.gather(self.sizes, at)
+        if at is None or at == ranks.rank():
+            self._sum, self._weights = unpack(packed, len(self._sum)), counts[:2].to(self.device)
+            self.tokens, self.sizes = int(counts[2]), [one for part in sizes for one in part]
+
     def value(self) -> Tensor:
         """The whole symmetric sum, `[size, size]`, on the CPU."""
         lower = self._sum.cpu().tril()
@@ -232,6 +245,13 @@ class Step:
             sizes[index] = size
         return sizes
 
+    def collect(self, at: int | None = None) -> None:
+        """Become the sums over all processes, as `Gram.collect`."""
+        self.B.collect(at)
+        if self.A is not None:
+            self.A.collect(at)
+        self._sequences = ranks.sum_(self._sequences.cpu(), at)
+
     @property
     def finite(self) -> bool:
         """Whether all sums are."""
@@ -284,7 +304,7 @@ def pack(H: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, n: int) -> Tensor:
     """The symmetric `[n, n]` that `pack` stored."""
-    H = torch.empty(n, n, dtype=packed.dtype)
+    H = torch.empty(n, n, dtype=packed.dtype, device=packed.device)
     end = _unpack(packed, 0, H)
     if end != packed.numel():
         raise ValueError(f"{packed.numel()} packed entries are not a symmetric matrix [{n}, {n}], which has {end}")

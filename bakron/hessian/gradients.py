@@ -10,6 +10,9 @@ where models like to put an attention sink, can be left out of both A and B.
 Block inputs are kept going forward, as many as the memory for them holds, and computed again where they were not (`schedule`); each block is run once more with
 gradients, so that one block's activations, weights and factors are alive on the device at a time. Of each linear the pass leaves, on disk, B (packed) and two
 numbers a token: its weight in A, such as |g_t|^2, and what it added to the trace of B.
+
+Of several processes each takes its share of the sequences through the model; sums and numbers a token come together block by block, and process 0 writes what one
+process alone would have written. Only the gradient to go on from is kept by each for itself.
 """
 
 from __future__ import annotations
@@ -21,17 +24,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bakron import rundir
-from bakron.errors import ModelError, OutputError, RecipeError
+from bakron import ranks, rundir
+from bakron.errors import ModelError, RecipeError
 from bakron.hessian import schedule
 from bakron.hessian.factor import Step, Weighting, pack
 from bakron.hessian.input import refuse_second_use
+from bakron.hessian.unfinished import block_file, forget_left, keep_left, left, rows_here
 from bakron.models.linears import Routed, in_place
 from bakron.models.walk import Walk
 
 Progress = Callable[[str, int, int], None]
 HEAD_TOKENS = 128  # tokens whose logits are alive at a time: a buffer small enough for allocators to recycle
-LEFT = "left.safetensors"  # in the store, while a pass is under way: the gradient at which it goes on
 IN_FLIGHT = 2  # tensors as large as a block's input beside those kept and the gradients: what enters and leaves the block that runs
 
 
@@ -91,8 +94,8 @@ def gradient_pass(
 
     Args:
         walk: The original model.
-        ids: `[N, T]`.
-        store: Where files go.
+        ids: `[N, T]`, those of all processes.
+        store: Where files go, the same for all processes.
         seed: Of the labels.
         weighting: The factorisation.
         labels: "sampled" or "empirical".
@@ -111,7 +114,9 @@ def gradient_pass(
     Raises:
         ModelError: An activation or a gradient is not finite.
     """
-    units, gradient = _left(walk, store, key)
+    sequences, rows = len(ids), rows_here(len(ids), held)
+    ids, used = ids[rows], len(rows) - len(range(held)[ranks.share(held)])
+    units, gradient = left(walk, store, key, sequences, held)
     if units == 0:
         return {"forward": 0, "backward": 0, "kept": 0, "bytes": 0}
     slots = units if slots is None else min(slots, units)
@@ -133,24 +138,25 @@ def gradient_pass(
     def visit(i: int, inputs: Tensor) -> None:
         nonlocal gradient
         if i == len(walk):
-            gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None, samples)
-            _keep_left(store, key, i, gradient)
+            gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None, samples, rows)
+            keep_left(store, key, i, gradient)
             return
-        used = len(inputs) - held
         tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:, :used], weighting, clip=clip, skip=skip, dtype=dtype)
         if held:
-            tensors |= {"heldout.inputs": inputs[used:], "heldout.gradient": gradient[:, used:]}
+            tensors |= {"heldout.inputs": ranks.joined(inputs[used:], 0), "heldout.gradient": ranks.joined(gradient[:, used:], 0, dim=1)}
             whole = walk.room.empty_like(gradient)
             whole[:, :used], whole[:, used:] = at_input, block_gradients(walk, i, inputs[used:], gradient[:, used:], lambda *_: None)
             at_input = whole
         gradient = at_input
-        rundir.write_tensors(block_file(store, i), tensors)
-        _keep_left(store, key, i, gradient)
+        if ranks.first():
+            rundir.write_tensors(block_file(store, i), tensors)
+        keep_left(store, key, i, gradient)
         done[1] += 1
         progress("backward", done[1], len(walk))
 
     _, kept = schedule.reverse(units, slots, walk.embed(ids), forward, visit)
-    (store / LEFT).unlink(missing_ok=True)
+    if ranks.first():
+        forget_left(store)
     return {
         **{way: walk.runs[way] - before[way] for way in walk.runs},
         "kept": kept,
@@ -158,24 +164,9 @@ def gradient_pass(
     }
 
 
-def _left(walk: Walk, store: Path, key: str) -> tuple[int, Tensor]:
-    """How many units a pass that was cut short has still to visit, the head being the last, and the gradient at the output of the last of them."""
-    try:
-        found = rundir.read_metadata(store / LEFT)
-        if found.get("key") == key:
-            units, gradient = int(found["units"]), rundir.read_tensors(store / LEFT)["gradient"]
-            if all(block_file(store, i).is_file() for i in range(units, len(walk))):
-                return units, gradient
-    except OutputError:  # none there, or damaged: from the start
-        pass
-    return len(walk) + 1, torch.empty(0)
-
-
-def _keep_left(store: Path, key: str, units: int, gradient: Tensor) -> None:
-    rundir.write_tensors(store / LEFT, {"gradient": gradient}, {"key": key, "units": str(units)})
-
-
-def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids: Tensor | None = None, samples: int = 1) -> Tensor:
+def head_gradient(
+    walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids: Tensor | None = None, samples: int = 1, rows: Tensor | None = None
+) -> Tensor:
     """Gradient of the summed loss at the output of the last block, with labels sampled from the model or those of the text.
 
     Args:
@@ -185,12 +176,15 @@ def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids
         progress: Called with (stage, done, total).
         ids: Tokens `[N, T]`, each the label of the one before it; None samples labels.
         samples: Labels sampled a token, spread evenly over its distribution: each is a fair sample, and together they cover it better than independent ones.
+        rows: Which sequences of all these are; None for the first ones. Their labels are what they would be if all were here.
 
     Returns:
         `[samples, N, T, d]` on the CPU.
     """
     following = None if ids is None else torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1).flatten()
-    generator = torch.Generator().manual_seed(seed)
+    rows = torch.arange(len(hidden)) if rows is None else rows
+    uniform = torch.rand(int(rows.max()) + 1, hidden.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    uniform = uniform[rows].flatten()
     flat = hidden.reshape(-1, hidden.shape[-1])
     result = walk.room.empty((samples, *flat.shape), flat.dtype)
     with walk.head_resident():
@@ -199,9 +193,9 @@ def head_gradient(walk: Walk, hidden: Tensor, seed: int, progress: Progress, ids
             with torch.enable_grad():
                 logits = walk.logits(x)
             p = torch.softmax(logits.detach().to(torch.promote_types(logits.dtype, torch.float32)), -1)
-            u = torch.rand(len(p), generator=generator, dtype=torch.float64)
+            chosen = slice(start, start + len(p))
             for number in range(samples):
-                labels = draw(p, (u + number / samples) % 1) if following is None else following[start : start + len(x)].to(p.device)
+                labels = draw(p, (uniform[chosen] + number / samples) % 1) if following is None else following[chosen].to(p.device)
                 slope = p.clone()
                 slope[torch.arange(len(x), device=p.device), labels] -= 1.0  # d loss / d logits = p - onehot(label)
                 slope[labels < 0] = 0.0
@@ -239,7 +233,7 @@ def block_moments(
     Args:
         walk: The original model.
         i: Block.
-        inputs: `[N, T, d]` on the CPU.
+        inputs: `[N, T, d]` on the CPU, of this process.
         gradient: At the block's output, `[samples, N, T, d]` on the CPU.
         weighting: The factorisation.
         clip: Quantile of weights, or None.
@@ -249,7 +243,7 @@ def block_moments(
     Returns:
         Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.tokens`, how many tokens have a gradient there, `name.sizes`,
         what tokens (by sequence: sequences) added to its trace, and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence,
-        `name.A`, packed); and the gradient at the block's input.
+        `name.A`, packed), over the sequences of all processes and on process 0 only; and the gradient at the block's input, of this process.
 
     Raises:
         ModelError: A gradient is not finite.
@@ -278,10 +272,14 @@ def block_moments(
                 "finite gradients",
                 "Use float32 and check the model on this text first",
             )
-    tensors = {}
-    for name, step in steps.items():
+        for step in steps.values():
+            step.collect(at=0 if k + 1 == weighting.steps else None)
+    weights, sizes = ({name: ranks.joined(one, 0) for name, one in kind.items()} for kind in (weights, sizes))
+    tokens = {name: ranks.sum_(torch.tensor(count), 0) for name, count in tokens.items()}
+    tensors = dict[str, Tensor]()
+    for name, step in steps.items() if ranks.first() else ():
         tensors |= {f"{name}.B": pack(step.B.value()), f"{name}.effective": torch.tensor(step.effective, dtype=torch.float64)}
-        tensors |= {f"{name}.sizes": sizes[name], f"{name}.tokens": torch.tensor(tokens[name] // len(gradient))}
+        tensors |= {f"{name}.sizes": sizes[name], f"{name}.tokens": tokens[name] // len(gradient)}
         if weighting.by_sequence:
             assert step.A is not None
             tensors[f"{name}.A"] = pack(step.A.value())
@@ -326,7 +324,7 @@ def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor) -> str | No
             found.append((rows.start + int(bad.nonzero()[0]), -list(walk.linears(i)).index(name), name))
 
     block_gradients(walk, i, inputs, gradient, visit)
-    return f"{walk.prefix(i)}.{min(found)[2]} in sequence {min(found)[0]}" if found else None
+    return f"{walk.prefix(i)}.{min(found)[2]} in sequence {min(found)[0]}{ranks.whose()}" if found else None
 
 
 def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], clip: float, skip: int) -> None:
@@ -337,7 +335,8 @@ def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dic
         found[name].append(steps[name].weights(x[:, skip:], g[:, skip:]))
 
     block_gradients(walk, i, inputs, gradient, visit)
-    for name, pairs in found.items():
+    for name in found:
+        pairs = [pair for part in ranks.gather(found[name]) for pair in part]
         steps[name].limits = (
             quantile(torch.cat([a for a, _ in pairs]), clip),
             quantile(torch.cat([b for _, b in pairs if b is not None]), clip),
@@ -398,8 +397,3 @@ def quantile(values: Tensor, share: float) -> float:
     """The smallest of the positive values that at least a share of them do not exceed; 0 where none is positive, as for tokens that reach no expert."""
     flat = values[values > 0]
     return float(flat.kthvalue(max(1, math.ceil(share * flat.numel()))).values) if flat.numel() else 0.0
-
-
-def block_file(store: Path, i: int) -> Path:
-    """Where the results of block i are kept."""
-    return store / f"block_{i:04d}.safetensors"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakron import ranks
 from bakron.config import DAMPINGS, Recipe
 from bakron.hessian.gradients import block_gradients
 from bakron.kron import Factor, Kron
@@ -25,26 +26,30 @@ PAIRS = 1024  # tokens whose pairs with as many others are looked at together
 
 
 class Heldout:
-    """Inputs and gradients of the sequences held out, at the linears of one block.
+    """Inputs and gradients of the sequences held out, at the linears of one block that fall to this process.
 
     Args:
         walk: The original model.
         i: Block.
-        inputs: What enters it, `[N, T, d]`.
+        inputs: What enters it, `[N, T, d]`, of the sequences of this process.
         gradient: At its output, `[samples, N, T, d]`.
         skip: First tokens of each sequence that do not count.
     """
 
     def __init__(self, walk: Walk, i: int, inputs: Tensor, gradient: Tensor, skip: int = 0) -> None:
-        self._inputs: dict[str, dict[int, tuple[Tensor, Tensor]]] = {name: {} for name in walk.linears(i)}
-        self._gradients: dict[str, dict[int, list[Tensor]]] = {name: {} for name in walk.linears(i)}
+        self._inputs: dict[str, dict[tuple[int, int], tuple[Tensor, Tensor]]] = {name: {} for name in walk.linears(i)}
+        self._gradients: dict[str, dict[tuple[int, int], list[Tensor]]] = {name: {} for name in walk.linears(i)}
 
         def visit(rows: slice, name: str, x: Tensor, g: Tensor) -> None:
             counted = x[:, skip:].any(-1)  # not those that do not reach an expert
-            self._inputs[name][rows.start] = counted.cpu(), x[:, skip:][counted].cpu()
-            self._gradients[name].setdefault(rows.start, []).append(g[:, skip:][counted].cpu())
+            self._inputs[name][0, rows.start] = counted.cpu(), x[:, skip:][counted].cpu()
+            self._gradients[name].setdefault((0, rows.start), []).append(g[:, skip:][counted].cpu())
 
         block_gradients(walk, i, inputs, gradient, visit)
+        for name, owner in walk.owners(i).items():
+            parts = ranks.gather((self._inputs[name], self._gradients[name]), owner)
+            self._inputs[name] = {(number, start): one for number, (part, _) in enumerate(parts) for (_, start), one in part.items()}
+            self._gradients[name] = {(number, start): one for number, (_, part) in enumerate(parts) for (_, start), one in part.items()}
 
     def changes(self, name: str, E: Tensor) -> Tensor:
         """What adding `E [m, n]` to the weight of a linear does to each token's loss to first order, `g_t^T E x_t`, float64 `[N, samples, T]`.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bakron import ranks
 from bakron.errors import FactorError, ModelError
 from bakron.hessian.factor import Gram
 from bakron.hessian.outliers import outliers
@@ -39,7 +40,7 @@ class InputEstimator:
             inputs: `[N, T, d]` on the CPU.
 
         Returns:
-            Undamped Kron per linear, B = None.
+            Undamped Kron per linear that falls to this process, B = None.
         """
         grams = input_moments(self.walk, i, inputs, {}, skip=self.skip, dtype=self.dtype)
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
@@ -109,7 +110,7 @@ def input_moments(
         dtype: Of products and sums; that of the inputs if it is wider.
 
     Returns:
-        Gram per linear, with the tokens' `sizes [b, T - skip]`.
+        Gram per linear that falls to this process, over the sequences of all processes, with the tokens' `sizes [b, T - skip]`.
     """
     linears, seen = walk.linears(i), dict[str, Tensor]()
     shared_inputs = [group for names in walk.shared_inputs(i) if (group := [name for name in names if name not in without])]
@@ -146,7 +147,22 @@ def input_moments(
     finally:
         for handle in handles:
             handle.remove()
-    return grams
+    return collected(walk, i, grams)
+
+
+def collected(walk: Walk, i: int, grams: dict[str, Gram]) -> dict[str, Gram]:
+    """Grams of the linears of block i that fall to this process, summed over all processes.
+
+    Args:
+        walk: The model.
+        i: Block.
+        grams: Of the sequences of this process, by linear; the same linears on all processes.
+    """
+    owners = walk.owners(i)
+    for gram in {id(gram): gram for gram in grams.values()}.values():
+        at = {owners[name] for name, one in grams.items() if one is gram}
+        gram.collect(at.pop() if len(at) == 1 else None)
+    return {name: gram for name, gram in grams.items() if owners[name] == ranks.rank()}
 
 
 def refuse_second_use(walk: Walk, i: int, name: str, seen: Container[str]) -> None:

@@ -21,16 +21,17 @@ q', k' are queries and keys as attention sees them, R_t the rotation of position
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bakron import ranks
 from bakron.config import LOCAL_FACTORS
 from bakron.errors import RecipeError
 from bakron.hessian.factor import FACTORS, Gram, Weighting
-from bakron.hessian.input import input_factors, input_moments, input_outliers, refuse_second_use
+from bakron.hessian.input import collected, input_factors, input_moments, input_outliers, refuse_second_use
 from bakron.kron import Kron
 from bakron.models.attention import Attention
 from bakron.models.layout import layout_of
@@ -74,7 +75,7 @@ class LocalEstimator:
             inputs: `[N, T, d]` on the CPU.
 
         Returns:
-            Undamped Kron per linear.
+            Undamped Kron per linear that falls to this process.
         """
         dtype = torch.promote_types(inputs.dtype, self.dtype)
         parts = [PARTS[name](self.walk, i, inputs, self.weighting, dtype, self.skip) for name in self.parts]
@@ -98,16 +99,20 @@ class LocalEstimator:
         finally:
             for handle in handles:
                 handle.remove()
+        for part in parts:
+            part.collect(self.walk.owners(i))
         B = {name: one for part in parts for name, one in part.output_factors().items()}
         weights = {name: one for part in parts for name, one in part.weights.items()} if self.weighting.a_by_gradient else {}
         own = {name: gram for part in parts for name, gram in part.grams.items()}
-        grams = input_moments(self.walk, i, inputs, weights, without=own, skip=self.skip, dtype=dtype) | own
-        routed = [name for name, linear in self.walk.linears(i).items() if isinstance(linear, Routed)]
-        self.tokens = dict.fromkeys(grams, inputs.shape[0] * (inputs.shape[1] - self.skip)) | {name: grams[name].tokens for name in routed}
+        grams = input_moments(self.walk, i, inputs, weights, without=own, skip=self.skip, dtype=dtype)
+        grams |= collected(self.walk, i, own)
+        sequences, linears = int(ranks.sum_(torch.tensor(len(inputs)))), self.walk.linears(i)
+        counted = sequences * (inputs.shape[1] - self.skip)
+        self.tokens = {name: gram.tokens if isinstance(linears[name], Routed) else counted for name, gram in grams.items()}
         self.effective = {name: {"a": gram.effective} for name, gram in grams.items()}
         self.outliers = input_outliers(grams, self.skip)
         A = input_factors(self.walk, i, grams)
-        return {name: Kron(A[name], B.get(name)) for name in self.walk.linears(i)}
+        return {name: Kron(A[name], B.get(name)) for name in self.walk.linears(i) if name in A}
 
 
 class Scores:
@@ -149,6 +154,11 @@ class Scores:
                 for positions, b in self.attention.score_curvature(side, z.to(self.dtype), other.to(self.dtype)):
                     self.weights[name][s, positions] = b.diagonal(dim1=-2, dim2=-1).sum((0, -1)).clamp_min(0).cpu()
                     self._B[name] += torch.einsum("t,htij->hij", size[positions], b)
+
+    def collect(self, _owners: Mapping[str, int]) -> None:
+        """Sum over all processes."""
+        for B in self._B.values():
+            ranks.sum_(B)
 
     def output_factors(self) -> dict[str, Tensor]:
         """B per linear, `[heads, head_dim, head_dim]`: heads do not mix."""
@@ -193,6 +203,10 @@ class Values:
                 weight = traces[heads, None].expand(mixed.shape[:2]) if self.weighting.a_by_gradient else None
                 self.grams[self._v].add(mixed, weight)
                 self._size[heads] += mixed.double().square().sum((-2, -1))
+
+    def collect(self, _owners: Mapping[str, int]) -> None:
+        """Sum over all processes, but for `grams`."""
+        ranks.sum_(self._size)
 
     def output_factors(self) -> dict[str, Tensor]:
         """B of v, `[key-value heads, head_dim, head_dim]`."""
@@ -242,6 +256,12 @@ class Gated:
             g = g.to(self.dtype)
             self.weights[name][rows] = (g.square() @ self._diagonal).cpu()
             self._moments[name].add(g[:, self.skip :], None if size is None else size[:, self.skip :])
+
+    def collect(self, owners: Mapping[str, int]) -> None:
+        """Sum over all processes, each linear on its own."""
+        for name, gram in self._moments.items():
+            gram.collect(owners[name])
+        self._moments = {name: gram for name, gram in self._moments.items() if owners[name] == ranks.rank()}
 
     def output_factors(self) -> dict[str, Tensor]:
         """B per linear, `[m, m]`: Schur products, so positive semi-definite."""

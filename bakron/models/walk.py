@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bakron import ranks
 from bakron.errors import ModelError, RecipeError
 from bakron.models.experts import unfuse
 from bakron.models.layout import layout_of
@@ -138,6 +139,13 @@ class Walk:
         """Names of the linears of block i that are to be quantized."""
         return [name for name in self.linears(i) if f"{self.prefix(i)}.{name}" not in self.excluded]
 
+    def owners(self, i: int) -> dict[str, int]:
+        """Which process of the run rounds which linear of block i."""
+        chosen = set(self.chosen(i))
+        return ranks.owners(
+            {name: (linear.out_features, linear.in_features) if name in chosen else (0, 0) for name, linear in self.linears(i).items()}
+        )
+
     def arguments(self, i: int) -> dict[str, Any]:
         """What the model passes to block i beside the hidden states: mask, position embeddings, for one sequence."""
         return self._arguments[i]
@@ -192,7 +200,9 @@ class Walk:
             hidden: What enters it, `[N, T, d]`.
         """
         if not bool(torch.isfinite(hidden).all()):
-            return f"the inputs of {self.prefix(i)} in sequence {int((~torch.isfinite(hidden).flatten(1).all(1)).nonzero()[0])}"
+            return (
+                f"the inputs of {self.prefix(i)} in sequence {int((~torch.isfinite(hidden).flatten(1).all(1)).nonzero()[0])}{ranks.whose()}"
+            )
         first: list[tuple[str, int]] = []
 
         def look(name: str, start: int, output: Any) -> None:
@@ -211,7 +221,7 @@ class Walk:
                     start = begin
                     self.run(i, batch)
                     if first:
-                        return f"{self.prefix(i)}.{first[0][0]} in sequence {first[0][1]}"
+                        return f"{self.prefix(i)}.{first[0][0]} in sequence {first[0][1]}{ranks.whose()}"
         finally:
             for handle in handles:
                 handle.remove()
