@@ -15,7 +15,7 @@ EVAL := .venv-eval/.installed
 GPTQMODEL := .venv-gptqmodel/.installed
 LLAMA := .venv-llama/.installed
 
-.PHONY: help demo test check bench bench-solver bench-quality bench-hessian peers bench-peers test-plugins test-readers docs clean
+.PHONY: help demo test check bench bench-solver bench-quality bench-hessian bench-pipeline chaos peers bench-peers test-plugins test-readers docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -65,6 +65,12 @@ test-readers: $(MODEL) $(GPTQMODEL) $(LLAMA)  ## every format read by its own ru
 
 docs: $(DOCS)  ## build the documentation into build/site, every warning an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
+bench-pipeline: $(READY)  ## memory, disk and time of models of 4 to 32 equal blocks, beside what bakron plan says
+	$(RUN) benchmarks/pipeline.py $(if $(BLOCKS),--blocks $(BLOCKS))
+
+chaos: $(READY)  ## kill a run at random moments and take its disk away: every one must end in the same bytes
+	$(RUN) benchmarks/chaos.py
 
 clean:  ## remove the environments, caches and demo output
 	rm -rf .venv .venv-peers .venv-eval .venv-gptqmodel .venv-llama build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

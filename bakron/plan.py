@@ -123,8 +123,9 @@ def passes(job: Job) -> dict[str, int]:
         kind = weighting(recipe.factor or "mixed")
         limit = None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory)
         forward += schedule.forward_runs(blocks + 1, slots_in(job.walk, job.tokens.ids, limit))
-        backward += blocks * kind.steps * (1 if recipe.clip is None or not kind.b_by_input else 2)
-        backward += 2 * blocks if job.held else 0  # of the sequences held out, in the pass and before the block is rounded
+        samples = recipe.samples or 1
+        backward += samples * blocks * kind.steps * (1 if recipe.clip is None or not kind.b_by_input else 2)
+        backward += samples * 2 * blocks if job.held else 0  # of the sequences held out, in the pass and before the block is rounded
         unweighted = bool(job.held) and kind.a_by_gradient and recipe.gate
         forward += blocks * (int(not kind.by_sequence) + int(unweighted))
     else:
@@ -288,7 +289,7 @@ def _probe(job: Job, sequences: int, target: Path) -> dict[str, float]:
     run(
         walk,
         recipe,
-        dtype=job.dtype,
+        dtype=job.scale_dtype,
         clock=clock,
         ids=part.used,
         estimator=estimator,
@@ -320,7 +321,7 @@ def _blank(job: Job, m: int, n: int) -> Rounded:
     from bakron.pipeline import Rounded, fit_grid
 
     W = torch.zeros(m, n)
-    grid = fit_grid(W, job.recipe.model_copy(update={"scale": "absmax"}), None, job.dtype)
+    grid = fit_grid(W, job.recipe.model_copy(update={"scale": "absmax"}), None, job.scale_dtype)
     return Rounded(W, torch.full((m, n), max(grid.low, 0), dtype=torch.int32), grid, {})
 
 
@@ -376,7 +377,7 @@ def _gradients(job: Job) -> int:
     packed = {size: pack(torch.zeros(size, size)).numel() for shape in _linears(job) for size in shape}
     each = 0
     for m, n in _linears(job):
-        each += width * packed[m] + 8 + (width * (packed[n] + used) if kind.by_sequence else 2 * width * used * length)
+        each += width * packed[m] + 16 + (width * (packed[n] + used) if kind.by_sequence else 2 * width * used * length)
     samples = job.recipe.samples or 1
     held = (1 + samples) * 4 * job.held * length * _width(job)
     return len(job.walk) * (each + held) + samples * _hidden(job)

@@ -161,7 +161,7 @@ def test_plain_lines_without_a_terminal(run, place):
     lines = run.err.splitlines()
     assert lines[0] == f"loading {place / 'model'}"
     assert lines[1].startswith("calibration: 4 of 4 sequences of 32 tokens; ")
-    assert lines[-1].startswith("quantize blocks: 2 of 2, ")
+    assert any(line.startswith("quantize blocks: 2 of 2, ") for line in lines)
     assert len(lines) < 15  # none of transformers' bars and notes
     figures = r"61,440 weights \(78\.62 % of all parameters\) at 4\.8074 bits \(5\.0 as stored\); \d+ s, of it \d+ s Hessians, \d+ s solving \([\d.]+ %\)"
     assert re.fullmatch(re.escape(str(place / "out")) + ": " + figures + "\n", run.out)

@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-SHORT = {"quantize": ["--length", "32", "--sequences", "4"], "evaluate": ["--length", "32", "--sequences", "2"]}
+SHORT = {
+    "quantize": ["--length", "32", "--sequences", "4"],
+    "plan": ["--length", "32", "--sequences", "4"],
+    "evaluate": ["--length", "32", "--sequences", "2"],
+}
 NOT_RUN = 7  # blocks of all pages that say so; a new one is a decision
 
 

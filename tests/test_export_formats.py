@@ -94,7 +94,7 @@ def assert_exact(format, kind, linear, dtype=torch.float16):
     assert np.array_equal(found, (expected.to(dtype).double() if format == "dense" else expected).numpy())
 
 
-LEVELS = (2, 3, 4, 7, 8, 15, 16, 32, 64, 100, 128, 256)
+LEVELS = (2, 3, 4, 7, 8, 16, 100, 256)
 HELD = [
     (format, kind, levels, symmetric)
     for format, kind in CASES
@@ -114,7 +114,7 @@ def test_bytes_say_what_was_solved(format, kind, levels, symmetric, channel):
 
 @pytest.mark.parametrize("format, kind", CASES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_any_shape_and_any_codes(format, kind, data):
     row = GGUF_TYPES.get(kind)
     unit = row.width if row else 32 if format == "gptq" else 1

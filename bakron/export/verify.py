@@ -6,7 +6,6 @@ import contextlib
 import io
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
