@@ -27,7 +27,7 @@ BLOCKS = 3
 RECIPE = dict(
     levels=7,
     group_size=32,
-    sequences=9,
+    sequences=6,
     length=128,
     batch=1,
     precision="float32",
@@ -203,11 +203,11 @@ def compare_factors(folder):
         with ranks.started():
             assert ranks.size() == 2
             several = make(folder / "all")
-            mine = [name for name, owner in walk.owners(1).items() if owner == ranks.rank()]
-            assert 0 < len(mine) < 7
             for i, hidden in enumerate(hidden_states(walk, ids[:7])):
                 found, (krons, told) = several.block(i, hidden[ranks.share(7)]), expected[i]
-                assert list(found) == mine
+                mine = [linear for linear, owner in walk.owners(i).items() if owner == ranks.rank()]
+                assert 0 < len(mine) < len(walk.linears(i))
+                assert sorted(found) == sorted(mine)
                 for linear in mine:
                     pairs = [(found[linear].A, krons[linear].A), (found[linear].B, krons[linear].B)]
                     for here, there in pairs:
