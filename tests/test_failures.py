@@ -478,7 +478,7 @@ def test_the_plan_is_what_happens(recipe, place, tmp_path):
     assert sizes(tmp_path / "out" / "bakron" / "codes") == found.disk["codes"]
     assert (gradients[-1] if gradients else 0) == found.disk["gradients"]
     assert found.memory["peak"] == max(value for name, value in found.memory.items() if name != "peak") >= found.memory["process"] > 0
-    assert found.seconds["total"] > 0
+    assert "total" in found.seconds and all(value >= 0 for value in found.seconds.values())
 
 
 def sizes(folder):

@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 def test_the_tables_are_those_of_the_result_files() -> None:
     import readme
 
-    assert {"demo", "quality", "solver"} <= set(readme.tables()) <= {"demo", "quality", "solver", "plugins", "peers"}
+    assert {"demo", "hessian", "quality", "solver"} <= set(readme.tables()) <= {"demo", "hessian", "quality", "solver", "plugins", "peers"}
     for page in readme.PAGES:
         text = page.read_text("utf-8")
         assert readme.filled(text) == text, "run python benchmarks/readme.py"
