@@ -232,7 +232,7 @@ def evaluate(
     Returns:
         `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`; with tasks also "tasks" and, with a reference,
         "reference_tasks": metrics by task, see `bakron.tasks.run`. If the model is the directory of a run, this is also written to `bakron/evaluation.json` in it,
-        for `bakron report`.
+        for `bakron report`, unless that has a KL divergence and this one has not.
 
     Raises:
         BakronError: Any of its subclasses.
@@ -274,7 +274,11 @@ def evaluate(
             result[key] = harness.run(one, tokenizer, tasks, folder=task_folder, limit=limit, device=device)
     if source.path is not None and (source.path / rundir.FOLDER / "summary.json").is_file():
         record = result | {"data": tokens.source, "data_sha256": tokens.sha256, "reference": None if original is None else original.name}
-        rundir.write_text(source.path / rundir.FOLDER / "evaluation.json", json.dumps(record, indent=1))
+        file = source.path / rundir.FOLDER / "evaluation.json"
+        if original is None and file.is_file() and json.loads(file.read_text("utf-8")).get("kl") is not None:
+            log(f"{file} is left as it is: it also has the KL divergence from a reference")
+        else:
+            rundir.write_text(file, json.dumps(record, indent=1))
     return result
 
 
@@ -301,15 +305,11 @@ def _begin(job: Job, target: Path) -> int:
 
 def _round(job: Job, target: Path, clock: Clock, done: Done | None, count: int, watch: Watch) -> dict[str, int] | None:
     """Run estimator and block loop over the blocks that are not done; leaves codes and events. Returns what the gradient pass did, if there was one."""
-    import torch
-
-    from bakron.pipeline import run
-    from bakron.solver import tiled
+    from bakron.pipeline import ready, run
 
     recipe = job.recipe
     with clock.stage("load"):
-        if recipe.method != "rtn":
-            tiled.ready(torch.float32)  # compiled once and cached on disk; no part of the solver's time
+        ready(recipe)
     with clock.stage("hessian"):
         estimator = make_estimator(job, target, watch.progress, watch.log)
     stored = StoredCodes(target, recipe)

@@ -20,7 +20,7 @@ from bakron.config import Format, GgufType, Recipe
 from bakron.errors import BakronError, OutputError, RecipeError
 
 app = typer.Typer(
-    help="Quantize language models against a two-sided Hessian (BaKron), at the cost of GPTQ.\n\n"
+    help="Quantize language models against a two-sided Hessian (BaKron), at the order of cost of GPTQ.\n\n"
     "First run: bakron quantize MODEL OUT, then bakron evaluate OUT --reference MODEL.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

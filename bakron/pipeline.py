@@ -186,6 +186,15 @@ def _replay(walk: Walk, i: int, hidden: Tensor | None, values: dict[str, Tensor]
     return walk.apply(i, hidden)
 
 
+def ready(recipe: Recipe) -> None:
+    """Compile what the CPU needs, once a machine (it is cached on disk), so that no layer's time holds it."""
+    from bakron.solver import tiled
+
+    if recipe.method != "rtn":
+        tiled.ready(torch.float32)
+    UniformGrid.fit(torch.ones(1, 1), 3, scale="mse")
+
+
 def round_linear(
     linear: Linear, kron: Kron | None, recipe: Recipe, dtype: torch.dtype, name: str, fitted: dict[Factor, UniformGrid] | None = None
 ) -> Rounded:

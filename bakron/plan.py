@@ -231,12 +231,10 @@ def seconds(job: Job, scratch: Path, surveyed: float) -> dict[str, float]:
         scratch: For the gradients of the probe.
         surveyed: Seconds that reading the text and every weight took.
     """
-    import torch
-
-    from bakron.solver import tiled
+    from bakron.pipeline import ready
 
     blocks, count = len(job.walk), passes(job)
-    tiled.ready(torch.float32)  # compiled once and cached on disk
+    ready(job.recipe)
     if job.tokens is None:
         once = _probe(job, 0, scratch / "none")
         return _total({"load": surveyed, "solve": blocks * once["solve"], "write": surveyed / 2})

@@ -141,7 +141,11 @@ def read_records(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]
     """Summary and events by linear of a finished run."""
     folder = target / rundir.FOLDER
     if not (folder / "summary.json").is_file():
-        raise OutputError(f"{target} is no finished run: it has no {rundir.FOLDER}/summary.json", "an output directory of bakron quantize")
+        raise OutputError(
+            f"{target} is no finished run: it has no {rundir.FOLDER}/summary.json",
+            "an output directory of bakron quantize",
+            "If it was cut short, give its quantize command again",
+        )
     try:
         summary = json.loads((folder / "summary.json").read_text("utf-8"))
         events = {event["linear"]: event for event in rundir.Events.read(folder / "events.jsonl")}

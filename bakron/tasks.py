@@ -94,7 +94,7 @@ def _resolve(tasks: tuple[str, ...], folder: str | Path | None) -> tuple[list[st
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise RecipeError("--tasks without the package lm-eval", None, "pip install 'bakron[eval]'") from error
+        raise RecipeError("--tasks without the package lm-eval", None, "pip install lm-eval") from error
     if folder is not None and not Path(folder).is_dir():
         raise RecipeError(f"task folder {folder} does not exist", "a directory of task files")
     missing = list(tasks)

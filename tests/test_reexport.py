@@ -66,7 +66,7 @@ def test_zero_points_go_where_they_can(place, tmp_path):
             "asymmetric",
             dict(format="gptq"),
             RecipeError,
-            r"scales of model\.layers\.0\.self_attn.* that float16 cannot hold \(they are float32\)",
+            r"the scales of model\.layers\.0\.self_attn.* are float32, and float16 cannot hold them",
         ),
         ("asymmetric", dict(format="gguf"), RecipeError, "group size 16 in format gguf, type q4_1; expected a multiple of 32"),
         ("run", dict(format="gguf", gguf_type="q3_k"), RecipeError, "the 64 inputs of .* expected a multiple of 256"),

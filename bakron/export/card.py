@@ -16,7 +16,7 @@ HOW = {
 NEEDS = {
     "compressed-tensors": "  # needs: pip install 'compressed-tensors>=0.18'",
     "gptq": "  # needs: pip install gptqmodel optimum",
-    "packed": "  # needs: pip install bakron",
+    "packed": "  # needs the package bakron",
 }
 
 

@@ -52,7 +52,7 @@ def held_scale(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
     stored = scale.to(dtype)
     if not torch.equal(stored.to(scale.dtype), scale):
         kind, own = (str(which).removeprefix("torch.") for which in (dtype, scale.dtype))
-        raise RecipeError(f"scales of {module} that {kind} cannot hold (they are {own})", do="Quantize again with this --format")
+        raise RecipeError(f"the scales of {module} are {own}, and {kind} cannot hold them exactly", do="Quantize again with this --format")
     return stored
 
 

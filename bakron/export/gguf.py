@@ -120,7 +120,8 @@ def write(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _hyperparameters(writer, config)
     for key, value, value_type, sub_type in vocabulary:
-        writer.add_key_value(key, value, value_type, sub_type)
+        if value != []:  # such as the merges of a tokenizer without any; the file format has no empty arrays
+            writer.add_key_value(key, value, value_type, sub_type)
     names = tensor_names(config)
     if (factors := _rope_factors(config)) is not None:
         writer.add_tensor("rope_freqs.weight", factors.numpy())

@@ -122,6 +122,8 @@ def _magic(path: Path) -> bytes:
 
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
+    if not file.is_file() and (path / "bakron" / "run.json").is_file():
+        raise ModelError(f"{path} holds an unfinished run", "a finished one", "Give its quantize command again to go on")
     if not file.is_file():
         raise ModelError(f"no config.json in {path}", "a Hugging Face model directory")
     config = read_json(file)
@@ -345,7 +347,7 @@ def _need_gguf(source: Source) -> None:
     from importlib.util import find_spec
 
     if find_spec("gguf") is None:
-        raise ModelError(f"reading the GGUF file {source.name} needs the package gguf", None, "pip install 'bakron[formats]'")
+        raise ModelError(f"reading the GGUF file {source.name} needs the package gguf", None, "pip install gguf")
 
 
 @contextmanager
@@ -355,8 +357,9 @@ def _explained(source: Source) -> Iterator[None]:
         try:
             yield
         except ImportError as error:
+            needed = "gptqmodel optimum" if source.quantized == "gptq" else "compressed-tensors gguf"
             raise ModelError(
-                f"reading {source.name} needs a package that is not installed: {error}", None, "pip install 'bakron[formats]'"
+                f"reading {source.name} needs a package that is not installed: {error}", None, f"pip install {needed}"
             ) from error
 
 
