@@ -136,12 +136,12 @@ def _quantize(
         check_disk(job, target)
     observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
     ranks.meet()  # before anything is written, every process has found the output directory and the recipe fit to be used
-    try:
-        with rundir.held(target) if ranks.first() else nullcontext():
+    with rundir.held(target) if ranks.first() else nullcontext():
+        try:
             return _work(job, target, clock, start, Watch(shown, log, observe), warnings)
-    finally:
-        if ranks.first() and not rundir.worth_keeping(target):
-            rundir.discard(target)
+        finally:  # while the directory is held: what another process has there is not ours to remove
+            if ranks.first() and not rundir.worth_keeping(target):
+                rundir.discard(target)
 
 
 def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warnings: list[str]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
 
     where = device(recipe.device)
     early = models.early_config(source)
-    layout.check_format(str(early["model_type"]), recipe.format)
+    layout.check_format(str(early["model_type"]), recipe.format, recipe.symmetric)
     check_parts(str(early["model_type"]), LOCAL.get(recipe.hessian or "", ()))
     if not (recipe.include or recipe.exclude):
         widths = layout.widths(early)

@@ -99,7 +99,10 @@ def plan(model: str | Path, out: str | Path | None, recipe: Recipe, log: Log = l
         if job is None:
             return found
         surveyed = time.perf_counter() - start
-        found.passes, found.disk = passes(job), disk(job)
+        found.passes = tried(lambda: passes(job))
+        if found.passes is None:
+            return found
+        found.disk = disk(job)
         if target is not None:
             tried(lambda: check_disk(job, target))
             found.disk["free"] = free(target)
@@ -122,7 +125,7 @@ def passes(job: Job) -> dict[str, int]:
     if recipe.hessian == "backprop":
         kind = weighting(recipe.factor or "mixed")
         limit = None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory)
-        forward += schedule.forward_runs(blocks + 1, slots_in(job.walk, job.tokens.ids, limit))
+        forward += schedule.forward_runs(blocks + 1, slots_in(job.walk, job.tokens.ids, limit, recipe.samples or 1))
         samples = recipe.samples or 1
         backward += samples * blocks * kind.steps * (1 if recipe.clip is None or not kind.b_by_input else 2)
         backward += samples * 2 * blocks if job.held else 0  # of the sequences held out, in the pass and before the block is rounded
@@ -176,7 +179,9 @@ def check_disk(job: Job, target: Path) -> None:
         OutputError: There is not enough.
     """
     wanted, room = disk(job), free(target)
-    most = wanted["codes"] + max(wanted["checkpoint"], wanted["gradients"] + wanted["spill"])
+    rounded = all(rundir.codes_file(target, i).is_file() for i in range(len(job.walk)))
+    meanwhile = 0 if rounded else wanted["gradients"] + wanted["spill"]
+    most = wanted["codes"] + max(wanted["checkpoint"], meanwhile)
     have = sum(file.stat().st_size for file in target.rglob("*") if file.is_file()) if target.is_dir() else 0  # of an unfinished run
     if most > room + have:
         raise OutputError(f"{room:,} bytes are free on the disk of {target}", f"{most:,} bytes for codes, gradients and checkpoint")
@@ -339,7 +344,7 @@ def _kept(job: Job) -> int:
 
     assert job.tokens is not None
     limit = None if job.recipe.boundary_memory is None else config.size_in_bytes(job.recipe.boundary_memory)
-    return slots_in(job.walk, job.tokens.ids, limit) + 1
+    return slots_in(job.walk, job.tokens.ids, limit, job.recipe.samples or 1) + 1
 
 
 def _sets(job: Job) -> int:

@@ -70,6 +70,11 @@ def certify_run(
         job = prepare(source, recipe, log or (lambda _: None), Path(scratch))
         _same_inputs(job, summary)
         estimator = make_estimator(job, Path(scratch), progress or (lambda *_: None))
+        treat = _Recheck(job, stored, events, estimator)
+        if treat.places.keys() != events.keys():
+            raise OutputError(
+                f"events.jsonl of {target} tells of {len(events)} linears, the run has {len(treat.places)}", "the same linears"
+            )
         walk_blocks(
             job.walk,
             # what was chosen for each linear is in the events; the sequences to choose by stay out of the factors all the same
@@ -79,11 +84,9 @@ def certify_run(
             ids=job.used,
             estimator=estimator,
             keep=keep,
-            treat=_Recheck(job, stored, events, estimator),
+            treat=treat,
             progress=progress or (lambda *_: None),
         )
-    if found.keys() != events.keys():
-        raise OutputError(f"events.jsonl of {target} tells of {len(events)} linears, the model has {len(found)}", "the same linears")
     worst = max(found, key=lambda name: found[name]["max_gap"])
     return {
         "linears": len(found),
@@ -116,7 +119,9 @@ class _Recheck:
             kron = Kron(torch.eye(W.shape[1]))
         else:
             gate = self.events[name].get("gate", {"chosen": "two-sided", "damp_a": recipe.damp_a, "damp_b": recipe.damp_b})
-            if gate["chosen"] == "unweighted":
+            if "failed" in self.events[name]:
+                kron = Kron(torch.eye(W.shape[1])) if self.events[name]["fallback"] == "nearest" else Kron(kron.A)
+            elif gate["chosen"] == "unweighted":
                 kron = Kron(self.estimator.unweighted[within])  # type: ignore[union-attr]
             elif gate["damp_b"] is None or recipe.method != "bakron":
                 kron = Kron(kron.A)

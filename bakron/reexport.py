@@ -121,7 +121,7 @@ def _content(
     if weights.survey(dtype) != summary["model_sha256"]:
         raise ModelError(f"{source.name} has other weights than the run started from", "the same model", "Name it with --model")
     tokenizer = models.read_tokenizer(source, required=False)
-    check_format(loaded.config.model_type, format)
+    check_format(loaded.config.model_type, format, recipe.symmetric)
     check_content(format, loaded.config, tokenizer, source)
     walk = Walk(loaded, 2, weights=weights)
     walk.choose(recipe.include, recipe.exclude)
@@ -142,7 +142,12 @@ def _check_target(origin: Path, target: Path) -> None:
 @contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
     """A directory beside `target` that takes its place when the with statement ends well, and vanishes when it does not."""
+    target = target.resolve()
+    if not target.name or target.is_mount():
+        raise OutputError(f"{target} cannot be replaced as a whole", "a directory within another one", "Choose another directory")
     fresh, old = (target.with_name(f".{target.name}.{word}") for word in ("new", "old"))
+    if old.exists() and not target.exists():  # killed between the two renames
+        old.rename(target)
     for left in (fresh, old):  # of a run that was killed
         shutil.rmtree(left, ignore_errors=True)
     try:

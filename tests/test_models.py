@@ -8,7 +8,7 @@ from tiny import KINDS, MIXTURES, OTHERS, save_tiny, save_tiny_gguf, tiny_model,
 from transformers.pytorch_utils import Conv1D
 
 import bakron
-from bakron.errors import ModelError
+from bakron.errors import ModelError, RecipeError
 from bakron.models import layout, load
 from bakron.models.layout import LAYOUTS, layout_of
 from bakron.models.walk import Walk as AnyWalk
@@ -452,3 +452,11 @@ def test_biases_that_the_config_denies(tmp_path):
     )
     changed_config(attention_bias=True)(path)
     read(path)
+
+
+def test_experts_with_zero_points_are_refused_where_no_reader_has_them():
+    for kind in ("mixtral", "qwen3_moe"):
+        layout.check_format(kind, "compressed-tensors")
+        layout.check_format(kind, "dense", symmetric=False)
+        with pytest.raises(RecipeError, match="zero points in format compressed-tensors for a model of type"):
+            layout.check_format(kind, "compressed-tensors", symmetric=False)

@@ -265,6 +265,20 @@ def test_one_process_a_directory(place, tmp_path):
     bakron.quantize(place / "model", tmp_path / "out", **options(place, "rtn"))
 
 
+def test_a_second_process_leaves_the_records_of_the_first_alone(place, tmp_path):
+    out, stages = tmp_path / "out", []
+
+    def progress(stage, _done, _total):
+        stages.append(stage)
+        if len(stages) == 1:  # nothing is worth keeping yet
+            with pytest.raises(OutputError, match="another process is working in"):
+                bakron.quantize(place / "model", out, **options(place, "bakron"))
+            assert (out / "bakron" / "run.json").is_file()
+
+    bakron.quantize(place / "model", out, progress=progress, **options(place, "bakron"))
+    assert stages[0] == "forward" and (out / "bakron" / "recipe.yaml").is_file()
+
+
 def test_an_error_in_the_first_block_leaves_the_gradient_pass_to_go_on_from(place, tmp_path, monkeypatch):
     from bakron import pipeline
 

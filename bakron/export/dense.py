@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bakron.export.checkpoint import Linear
-from bakron.grids import UniformGrid
+from bakron.export.checkpoint import Linear, check_codes
+from bakron.grids import OffsetGrid, UniformGrid
 
 
 def encode(module: str, linear: Linear, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weight `[m, n]`, `(code - zero) * scale` rounded to `dtype`."""
+    check_codes(module, linear, offsets=isinstance(linear.grid, OffsetGrid))
     return {f"{module}.weight": linear.grid.values(linear.codes).to(dtype)}
 
 

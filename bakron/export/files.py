@@ -134,12 +134,15 @@ def sizes(out: Path, content: Content, bits: float) -> str:
 
 
 def _fetch_safetensors(out: Path) -> Callable[[str], Tensor | None]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     where: dict[str, Path] = {}
-    for file in sorted(out.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            where |= dict.fromkeys(opened.keys(), file)
+    for file in sorted(out.glob("model*.safetensors")):
+        try:
+            with safe_open(file, "pt") as opened:
+                where |= dict.fromkeys(opened.keys(), file)
+        except (OSError, SafetensorError) as error:
+            raise OutputError(f"{file} cannot be read: {error}", "a whole checkpoint", "Export the run again with bakron export") from error
 
     def fetch(key: str) -> Tensor | None:
         if key not in where:

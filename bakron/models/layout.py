@@ -143,8 +143,8 @@ def layout_of(model_type: str) -> Layout:
     return LAYOUTS[model_type]
 
 
-def check_format(model_type: str, name: str) -> None:
-    """Refuse a checkpoint format whose readers are not known to load this architecture.
+def check_format(model_type: str, name: str, symmetric: bool = True) -> None:
+    """Refuse a checkpoint format whose readers are not known to load this architecture, or not with zero points.
 
     Raises:
         RecipeError: The formats that can be had are named.
@@ -155,6 +155,11 @@ def check_format(model_type: str, name: str) -> None:
             f"format {name} for a model of type {model_type}",
             f"format {' or '.join(formats)}",
             f"Use --format {formats[0]}",
+        )
+    if layout_of(model_type).expert_inputs and name == "compressed-tensors" and not symmetric:
+        raise RecipeError(
+            f"zero points in format {name} for a model of type {model_type}, whose experts transformers cannot read with them",
+            "symmetric levels, or format dense",
         )
 
 
