@@ -3,7 +3,7 @@
     python benchmarks/pipeline.py [--blocks 4,8,16,32] [--hidden 1024] [--method bakron]
 
 Every run and every plan is a process of its own; the peak is its largest resident set. Boundaries, the block inputs kept for the gradient pass, grow with depth and
-are shown; the rest must not.
+are shown; the rest must not. Without verification, which loads the whole export where that fits into half of the free memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure(place: Path, blocks: int, hidden: int, settings: dict[str, Any]) -> 
     (place / "text.txt").write_text(
         "".join(f"the quick brown fox number {i} jumps over {i * i} lazy dogs; and so on.\n" for i in range(400))
     )
-    arguments = [str(place / "model"), str(place / "out"), "--data", str(place / "text.txt"), "--quiet"]
+    arguments = [str(place / "model"), str(place / "out"), "--data", str(place / "text.txt"), "--quiet", "--no-verify"]
     arguments += [part for name, value in settings.items() for part in ("--" + name.replace("_", "-"), str(value))]
     planned = bakron("plan", arguments, place / "plan.json")
     start = time.perf_counter()
