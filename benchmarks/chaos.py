@@ -48,6 +48,7 @@ def main() -> None:
     given = flags.parse_args()
     with tempfile.TemporaryDirectory(prefix="bakron-chaos-") as place:
         rows = disturb(Path(place), given.kills, given.seed, given.blocks)
+        rows = [row | {"at": row["at"].replace(f"{place}/", "")} for row in rows]  # no paths of this machine in the results
     lost = [row for row in rows if row["outcome"] != "equal"]
     record = {"machine": describe(), "blocks": given.blocks, "seed": given.seed, "rows": rows, "lost": len(lost)}
     given.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
