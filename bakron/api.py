@@ -134,7 +134,7 @@ def _quantize(
     with clock.stage("load"):
         job = prepare(source, recipe, log, target)
         check_disk(job, target)
-    observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
+    observe({"blocks": len(job.walk), "tokens": 0 if job.tokens is None else job.tokens.ids.numel()})
     ranks.meet()  # before anything is written, every process has found the output directory and the recipe fit to be used
     with rundir.held(target) if ranks.first() else nullcontext():
         try:
@@ -318,7 +318,7 @@ def _round(job: Job, target: Path, clock: Clock, done: Done | None, count: int, 
         recipe,
         dtype=job.scale_dtype,
         clock=clock,
-        ids=job.used,
+        ids=None if job.tokens is None else job.tokens.ids,
         estimator=estimator,
         keep=done.keep if done else lambda *_: None,
         stored=lambda i: stored.values(i, job.walk.chosen(i)) if i < count else None,

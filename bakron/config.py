@@ -140,7 +140,7 @@ class Recipe(BaseModel):
     damp_a: Damp | None = Field(
         None,
         description="Share added to the input factor A. More damping trusts the data less. Default 0.1; auto = 0.03, 0.1 or 0.3, per layer, "
-        "by its error on an eighth of the sequences that is kept out of the Hessians (backprop only).",
+        "by its error on an eighth of the sequences that is kept out of the Hessians for it (backprop only).",
         json_schema_extra={"forms": ["NUMBER", "auto"]},
     )
     damp_b: Damp | None = Field(
@@ -215,8 +215,8 @@ class Recipe(BaseModel):
     gate: bool = Field(
         False,
         description="Keep an eighth of the sequences out of the Hessians, round each layer with A and B, with A alone and with an unweighted A, "
-        "and keep A and B unless another one does less harm on the gradients held out, by more than its standard error. Three solves instead of "
-        "one; bakron with backprop only.",
+        "and choose A and B unless another one does less harm on the gradients held out, by more than its standard error. Then round with what was "
+        "chosen and all sequences. Four solves instead of one; bakron with backprop only.",
     )
     on_failure: OnFailure = Field(
         "stop",

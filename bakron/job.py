@@ -60,7 +60,7 @@ class Job:
 
     @cached_property
     def held(self) -> int:
-        """Sequences that are kept out of the factors, the last ones: what `gate` and damping `auto` choose by.
+        """Sequences that are kept out of the factors until they are chosen between, the last ones: what `gate` and damping `auto` choose by.
 
         Raises:
             RecipeError: There are too few sequences.
@@ -91,11 +91,6 @@ class Job:
             linears,
             [*self.walk.layout.ignored, *sorted(self.walk.excluded)],
         )
-
-    @property
-    def used(self) -> torch.Tensor | None:
-        """Token windows that factors are made from, `[N, T]`."""
-        return None if self.tokens is None else self.tokens.ids[: len(self.tokens.ids) - self.held]
 
 
 def held_out(sequences: int) -> int:

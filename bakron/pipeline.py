@@ -18,7 +18,7 @@ from bakron import formats, ranks
 from bakron.config import Recipe
 from bakron.errors import FactorError, ModelError
 from bakron.grids import OffsetGrid, UniformGrid, check_groups
-from bakron.hessian import BackpropEstimator, Candidate, Estimator, Heldout, candidates, choose
+from bakron.hessian import BackpropEstimator, Candidate, Estimator, Heldout, candidates, choose, rows_here
 from bakron.kron import Factor, Kron
 from bakron.models.linears import Linear, Routed
 from bakron.models.walk import Walk
@@ -96,7 +96,8 @@ def run(
     """
     treat = treat or round_linear
     with clock.stage("calibrate"):
-        hidden = walk.embed(ids[ranks.share(len(ids))]) if ids is not None else None
+        held = estimator.held if isinstance(estimator, BackpropEstimator) else 0
+        hidden = walk.embed(ids[rows_here(len(ids), held)]) if ids is not None else None
     for i in range(len(walk)):
         if (values := stored(i)) is not None:
             with clock.stage("calibrate"):
@@ -127,8 +128,9 @@ def run(
                 if gate is None or kron is None or starved:
                     rounded[name] = treat(linear, kron, recipe, dtype, whole)
                 else:
-                    tried = candidates(kron, estimator.unweighted.get(name), recipe)
-                    rounded[name] = round_best(linear, tried, recipe, dtype, whole, partial(gate.changes, name))
+                    tried = candidates(*estimator.tried.pop(name), recipe)
+                    final = candidates(kron, estimator.unweighted.get(name), recipe)
+                    rounded[name] = round_best(linear, tried, final, recipe, dtype, whole, partial(gate.changes, name))
                 rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}) | ({"fallback": "nearest"} if starved else {}))
                 rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
                 rounded[name].event["memory"] = memory()
@@ -261,36 +263,47 @@ def fit_grid(W: Tensor, recipe: Recipe, kron: Kron | None, dtype: torch.dtype) -
 
 
 def round_best(
-    linear: Linear, tried: dict[str, Candidate], recipe: Recipe, dtype: torch.dtype, name: str, changes: Callable[[Tensor], Tensor]
+    linear: Linear,
+    tried: dict[str, Candidate],
+    final: dict[str, Candidate],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    name: str,
+    changes: Callable[[Tensor], Tensor],
 ) -> Rounded:
-    """Round one linear with each of several Hessians, keep the first unless another one does clearly less harm on tokens held out.
+    """Round one linear with each of several Hessians, choose the first unless another one does clearly less harm on tokens held out, and round with that one.
 
     Args:
-        linear: Its weight `[m, n]` is replaced by the best rounded one.
-        tried: Hessians and dampings by name, the default first.
+        linear: Its weight `[m, n]` is replaced by the rounded one.
+        tried: Hessians and dampings by name, the default first, made without the tokens held out.
+        final: The same made of all tokens: what is rounded with in the end, so that no token is lost to the choice.
         recipe: Resolved.
         dtype: In which scales are stored.
         name: Of the linear in the checkpoint, for messages.
         changes: What an error `[m, n]` does to the loss of each token, `[N, samples, T]`.
 
     Returns:
-        The kept one; its event tells the errors of all as `gate`, and the seconds of all together.
+        The one rounded last; its event tells the errors of all as `gate`, and the seconds of all together.
 
     Raises:
         FactorError: A factor stays indefinite at the largest damping.
     """
     start = time.perf_counter()
     W = linear.weight.detach().clone()
-    results, harm, fitted = {}, {}, dict[Factor, UniformGrid]()
-    for candidate, one in tried.items():
+    harm, fitted, seconds = {}, dict[Factor, UniformGrid](), []
+
+    def rounded(one: Candidate) -> Rounded:
         linear.weight.data.copy_(W)
         own = recipe.model_copy(update={"damp_a": one.damp_a, "damp_b": one.damp_b})
-        results[candidate] = round_linear(linear, one.kron, own, dtype, name, fitted)
-        harm[candidate] = changes(results[candidate].values - W.float().cpu())
+        result = round_linear(linear, one.kron, own, dtype, name, fitted)
+        seconds.append(result.event["seconds"])
+        return result
+
+    for candidate, one in tried.items():
+        harm[candidate] = changes(rounded(one).values - W.float().cpu())
     gate = choose(harm)
-    best, kept = results[gate["chosen"]], tried[gate["chosen"]]
-    linear.weight.data.copy_(best.values)
-    seconds = [result.event["seconds"] for result in results.values()]
+    kept = final[gate["chosen"]]
+    best = rounded(kept)
     best.event["seconds"] = {key: round(sum(one[key] for one in seconds), 6) for key in seconds[0]}
     best.event["gate"] = gate | {"damp_a": kept.damp_a, "damp_b": kept.damp_b, "seconds": round(time.perf_counter() - start, 6)}
     return best
@@ -393,8 +406,8 @@ def _tell(estimator: Estimator, name: str, kron: Kron, ids: Tensor | None, heldo
                 token["id"] = int(ids[token["sequence"], token["position"]])
     if recipe.diagnostics:
         found["top_decile"] = _spectrum(kron)
-        if heldout is not None and kron.B is not None:
-            found["alignment"] = heldout.alignment(name, kron)
+        if heldout is not None and isinstance(estimator, BackpropEstimator):
+            found["alignment"] = heldout.alignment(name, estimator.tried[name][0])
     return found
 
 

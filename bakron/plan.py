@@ -128,7 +128,7 @@ def passes(job: Job) -> dict[str, int]:
         forward += schedule.forward_runs(blocks + 1, slots_in(job.walk, job.tokens.ids, limit, recipe.samples or 1))
         samples = recipe.samples or 1
         backward += samples * blocks * kind.steps * (1 if recipe.clip is None or not kind.b_by_input else 2)
-        backward += samples * 2 * blocks if job.held else 0  # of the sequences held out, in the pass and before the block is rounded
+        backward += samples * blocks if job.held else 0  # of the sequences held out, before the block is rounded
         unweighted = bool(job.held) and kind.a_by_gradient and recipe.gate
         forward += blocks * (int(not kind.by_sequence) + int(unweighted))
     else:
@@ -294,13 +294,13 @@ def _probe(job: Job, sequences: int, target: Path) -> dict[str, float]:
         recipe,
         dtype=job.scale_dtype,
         clock=clock,
-        ids=part.used,
+        ids=None if tokens is None else tokens.ids,
         estimator=estimator,
         keep=lambda i, rounded: rundir.write_tensors(rundir.codes_file(target, i), codes_of(rounded)),
     )
     did = walk.runs["forward"] - begun["forward"]
-    if part.used is not None:
-        hidden = walk.embed(part.used)
+    if tokens is not None:
+        hidden = walk.embed(tokens.ids)
         last = time.perf_counter()
         walk.apply(0, hidden)
         stages["forward"] = time.perf_counter() - last
@@ -358,14 +358,17 @@ def _held_in_batch(job: Job, tokens: int, linears: dict[str, tuple[int, ...]]) -
 
 
 def _squares(job: Job, linears: dict[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Numbers in all A and all B of a block: of A one for each linear if tokens are weighted, else one for each input."""
+    """Numbers in all A and all B of a block: of A one for each linear if tokens are weighted, else one for each input; twice that with sequences held out."""
     from bakron.hessian.factor import weighting
 
     recipe = job.recipe
     weighted = recipe.hessian not in ("input", None) and weighting(recipe.factor or "mixed").a_by_gradient
     shared = [names[0] for names in job.walk.shared_inputs(0)]
     squares_a = sum(n * n for name, (_, n) in linears.items() if weighted or name in shared)
-    return squares_a, 0 if recipe.hessian == "input" else sum(m * m for m, _ in linears.values())
+    squares_a += sum(linears[name][1] ** 2 for name in shared) if recipe.gate and weighted else 0
+    squares_b = 0 if recipe.hessian == "input" else sum(m * m for m, _ in linears.values())
+    times = 2 if job.held else 1
+    return times * squares_a, times * squares_b
 
 
 def _gradients(job: Job) -> int:
@@ -376,12 +379,13 @@ def _gradients(job: Job) -> int:
 
     assert job.tokens is not None
     kind, (sequences, length) = weighting(job.recipe.factor or "mixed"), job.tokens.ids.shape
-    used, width = sequences - job.held, getattr(torch, job.recipe.accumulate or "float32").itemsize
+    times, width = 2 if job.held else 1, getattr(torch, job.recipe.accumulate or "float32").itemsize
     shapes = [tuple(linear.weight.shape) for linear in job.walk.linears(0).values()]
     packed = {size: pack(torch.zeros(size, size)).numel() for shape in shapes for size in shape}
     each = 0
     for m, n in shapes:
-        each += width * packed[m] + 16 + (width * (packed[n] + used) if kind.by_sequence else 2 * width * used * length)
+        each += width * times * (packed[m] + (packed[n] if kind.by_sequence else 0)) + 16
+        each += width * sequences * (1 if kind.by_sequence else 2 * length)
     samples = job.recipe.samples or 1
     held = (1 + samples) * 4 * job.held * length * _width(job)
     return len(job.walk) * (each + held) + samples * _hidden(job)

@@ -81,7 +81,7 @@ def certify_run(
             recipe.model_copy(update={"gate": False, "damp_a": 0.0, "damp_b": 0.0} if recipe.chooses else {}),
             dtype=job.scale_dtype,
             clock=Clock(),
-            ids=job.used,
+            ids=None if job.tokens is None else job.tokens.ids,
             estimator=estimator,
             keep=keep,
             treat=treat,

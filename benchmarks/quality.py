@@ -146,7 +146,7 @@ def _row(
         factor = {} if recipe.hessian == "input" else {"factor": recipe.factor}
         estimator = ESTIMATORS[recipe.hessian](walk, **factor, **common)
     gradients = time.perf_counter() - start
-    used = None if estimator is None else ids[: len(ids) - held]
+    used = None if estimator is None else ids
     run(walk, recipe, dtype=torch.bfloat16, clock=clock, ids=used, estimator=estimator, keep=keep)
     measured = more.result()
     result = compare(model, windows, original)

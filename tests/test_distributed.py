@@ -17,7 +17,7 @@ from tiny import save_tiny, tiny_model
 import bakron
 from bakron import ranks, rundir
 from bakron.errors import RecipeError
-from bakron.hessian import BackpropEstimator, InputEstimator, LocalEstimator
+from bakron.hessian import BackpropEstimator, InputEstimator, LocalEstimator, rows_here
 from bakron.models.walk import Walk
 
 ROOT = Path(__file__).parent.parent
@@ -184,7 +184,7 @@ def lost_at(stage, number):
 
 
 def compare_factors(folder):
-    """Every estimator on seven sequences and two held out, by this process alone and by all together; float64."""
+    """Every estimator on nine sequences, two of which gradients hold out, by this process alone and by all together; float64."""
     walk = Walk(tiny_model("llama").double(), 24, batch=2, precision="float32")
     ids = torch.randint(64, (9, 24), generator=torch.Generator().manual_seed(1))
     own = folder / os.environ["RANK"]
@@ -198,18 +198,21 @@ def compare_factors(folder):
     }
     for name, make in makers.items():
         alone = make(own)
-        expected = [(alone.block(i, hidden), facts(alone)) for i, hidden in enumerate(hidden_states(walk, ids[:7]))]
+        held = getattr(alone, "held", 0)
+        expected = [(alone.block(i, hidden), facts(alone), tried_of(alone)) for i, hidden in enumerate(hidden_states(walk, ids))]
         gate = alone.heldout(1) if isinstance(alone, BackpropEstimator) else None
         with ranks.started():
             assert ranks.size() == 2
             several = make(folder / "all")
-            for i, hidden in enumerate(hidden_states(walk, ids[:7])):
-                found, (krons, told) = several.block(i, hidden[ranks.share(7)]), expected[i]
+            for i, hidden in enumerate(hidden_states(walk, ids)):
+                found, (krons, told, tried) = several.block(i, hidden[rows_here(9, held)]), expected[i]
+                found_tried = tried_of(several)
                 mine = [linear for linear, owner in walk.owners(i).items() if owner == ranks.rank()]
                 assert 0 < len(mine) < len(walk.linears(i))
                 assert sorted(found) == sorted(mine)
                 for linear in mine:
                     pairs = [(found[linear].A, krons[linear].A), (found[linear].B, krons[linear].B)]
+                    pairs += list(zip(found_tried[linear], tried[linear], strict=True)) if held else []
                     for here, there in pairs:
                         assert (here is None) == (there is None)
                         if here is not None:
@@ -217,15 +220,19 @@ def compare_factors(folder):
                     here, there = (flat(one[linear]) for one in (facts(several), told))
                     assert here == pytest.approx(there, rel=1e-9), (name, linear)
             if gate is not None:
-                held = several.heldout(1)
+                errors = several.heldout(1)
                 for linear in mine:
                     E = torch.randn(walk.linears(1)[linear].weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-                    torch.testing.assert_close(held.changes(linear, E), gate.changes(linear, E), rtol=1e-9, atol=1e-12)
+                    torch.testing.assert_close(errors.changes(linear, E), gate.changes(linear, E), rtol=1e-9, atol=1e-12)
 
 
 def hidden_states(walk, ids):
     first = walk.embed(ids)
     return first, walk.apply(0, first)
+
+
+def tried_of(estimator):
+    return {name: (kron.A, kron.B) for name, (kron, _) in getattr(estimator, "tried", {}).items()}
 
 
 def facts(estimator):

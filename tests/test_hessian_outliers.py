@@ -159,32 +159,54 @@ def test_the_first_token_does_not_count_in_other_hessians():
 # --- sequences held out ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", ["mixed", "kfac", "sequence"])
-def test_sequences_held_out_count_in_no_factor_and_measure_errors(factor, tmp_path):
+@pytest.mark.parametrize("factor", ["mixed", "kfac", "shampoo", "sequence"])
+def test_sequences_held_out_measure_errors_and_count_only_in_the_factors_that_are_rounded_with(factor, tmp_path):
     model, ids = tiny_model("qwen3"), tokens(N, T)
     walk = Walk(model, T, batch=2)
-    estimator = BackpropEstimator(walk, ids, tmp_path, seed=SEED, factor=factor, held=2, gate=True)
+    assert (N - 2) % 2  # a batch has sequences of both kinds
+    estimator = BackpropEstimator(walk, ids, tmp_path / "held", seed=SEED, factor=factor, held=2, gate=True)
     expected, _ = autograd(model, ids, SEED)
-    krons = estimator.block(0, walk.embed(ids)[: N - 2])
-    heldout = estimator.heldout(0)
-    assert estimator.tokens == dict.fromkeys(krons, (N - 2) * T)
+    krons = estimator.block(0, walk.embed(ids))
+    heldout, tried = estimator.heldout(0), dict(estimator.tried)
+    assert estimator.tokens == dict.fromkeys(krons, N * T) and set(tried) == set(krons)
     assert set(estimator.unweighted) == (set() if factor == "kfac" else set(krons))
-    for name, kron in krons.items():
+    plain = BackpropEstimator(walk, ids, tmp_path / "plain", seed=SEED, factor=factor)
+    for name, kron in plain.block(0, walk.embed(ids)).items():  # the choice costs no token
+        assert_near(krons[name].A.H, kron.A.H.double(), rtol=1e-5)
+        assert_near(krons[name].B.H, kron.B.H.double(), rtol=1e-5)
+    assert plain.tokens == estimator.tokens and plain.outliers == estimator.outliers and plain.tried == {}
+    for name in krons:
         x, g = (part.reshape(N, T, -1) for part in expected[f"{walk.prefix(0)}.{name}"])
         used, held = (x[: N - 2], g[: N - 2]), (x[N - 2 :], g[N - 2 :])
+        kron, unweighted = tried[name]
+        a, b = used[0].flatten(0, 1), used[1].flatten(0, 1)
         if factor == "sequence":
             G = used[1].mT @ used[0]
+            assert_near(kron.A.H, torch.einsum("sij,sik->jk", G, G))
             assert_near(kron.B.H, torch.einsum("sij,skj->ik", G, G))
         else:
-            flat = used[1].flatten(0, 1)
-            assert_near(kron.B.H, flat.T @ flat)
-        if factor != "kfac":
-            flat = used[0].flatten(0, 1)
-            assert_near(estimator.unweighted[name].H, flat.T @ flat)
+            assert_near(kron.A.H, (a * (b.square().sum(1, keepdim=True) if factor != "kfac" else 1)).T @ a)
+            assert_near(kron.B.H, (b * (a.square().sum(1, keepdim=True) if factor == "shampoo" else 1)).T @ b)
+        if factor == "kfac":
+            assert unweighted is None
+        else:
+            assert_near(unweighted.H, a.T @ a)
+            assert_near(estimator.unweighted[name].H, x.flatten(0, 1).T @ x.flatten(0, 1))
         E = torch.randn(kron.B.size, kron.A.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         measured = torch.einsum("nti,ij,ntj->nt", held[1], E, held[0])
         assert_near(heldout.changes(name, E.float())[:, 0], measured, rtol=1e-3)
         assert heldout.error(name, E.float()) == pytest.approx(float(measured.square().sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("factor", ["kl:2", "shampoo:2"])
+def test_later_steps_without_the_sequences_held_out_never_see_them(factor, tmp_path):
+    walk, ids = Walk(tiny_model("llama", **SMALL), 8, batch=2), tokens(5, 8, vocabulary=8)
+    other = torch.cat([ids[:3], tokens(9, 8, vocabulary=8)[7:]])
+    found = [BackpropEstimator(walk, some, tmp_path / str(i), seed=SEED, factor=factor, held=2) for i, some in enumerate((ids, other))]
+    whole = [one.block(0, walk.embed(some)) for one, some in zip(found, (ids, other))]
+    for name, (kron, _) in found[0].tried.items():
+        assert torch.equal(kron.A.H, found[1].tried[name][0].A.H) and torch.equal(kron.B.H, found[1].tried[name][0].B.H)
+        assert not torch.equal(whole[0][name].B.H, whole[1][name].B.H) and not torch.equal(whole[0][name].B.H, kron.B.H)
 
 
 def test_number_held_out_is_part_of_a_stored_pass(tmp_path):

@@ -397,28 +397,33 @@ def test_gate_keeps_what_does_clearly_least_harm_on_the_sequences_held_out(quant
         better = [name for name, margin in event["gate"]["margins"].items() if margin > 1]
         assert event["gate"]["chosen"] == (min(better, key=errors.get) if better else "two-sided")
         assert (event["rho_b"] is not None) == (event["gate"]["chosen"] == "two-sided")
-        assert event["tokens"] == 6 * 32
+        assert event["tokens"] == 8 * 32
         counts[event["gate"]["chosen"]] = counts.get(event["gate"]["chosen"], 0) + 1
     assert run.summary["gate"] == {"held_out_sequences": 2, "chosen": counts} and len(counts) > 1
     assert {"gate" in event for event in quantize().events} == {False}
     assert quantize(gate=True, factor="kfac").events[0]["gate"]["errors"].keys() == {"two-sided", "one-sided"}
 
 
-def test_gated_linear_is_the_chosen_candidates_own_result():
+def test_gated_linear_is_rounded_with_the_chosen_candidate_of_all_tokens():
     linear = torch.nn.Linear(16, 8, bias=False).requires_grad_(False)
     W, z = linear.weight.clone(), torch.randn(64, 24, generator=torch.Generator().manual_seed(0))
     x, g = z[:, :16], z[:, 16:] @ z[:8, :8]
     recipe = Recipe(levels=4, group_size=None).resolve()
-    tried = {"one": Candidate(bakron.Kron(x.T @ x, g.T @ g), 0.1, 1.0), "two": Candidate(bakron.Kron(x.T @ x), 0.1, None)}
+    of = {
+        count: (bakron.Kron(x[:count].T @ x[:count], g[:count].T @ g[:count]), bakron.Kron(x[:count].T @ x[:count])) for count in (40, 64)
+    }
+    tried, final = ({"one": Candidate(of[t][0], 0.1, 1.0), "two": Candidate(of[t][1], 0.1, None)} for t in (40, 64))
     for best in tried:
-        linear.weight.copy_(W)
-        alone = pipeline.round_linear(linear, tried[best].kron, recipe, torch.float32, "w").values
+        values = []
+        for candidates in (tried, final):
+            linear.weight.copy_(W)
+            values.append(pipeline.round_linear(linear, candidates[best].kron, recipe, torch.float32, "w").values)
         linear.weight.copy_(W)
         rounded = pipeline.round_best(
-            linear, tried, recipe, torch.float32, "w", lambda E, alone=alone: (E + W - alone).norm().expand(3, 1, 4)
+            linear, tried, final, recipe, torch.float32, "w", lambda E, alone=values[0]: (E + W - alone).norm().expand(3, 1, 4)
         )
         assert rounded.event["gate"]["chosen"] == best
-        assert torch.equal(rounded.values, alone) and torch.equal(linear.weight, alone)
+        assert not torch.equal(*values) and torch.equal(rounded.values, values[1]) and torch.equal(linear.weight, values[1])
 
 
 def test_less_boundary_memory_costs_forward_passes_and_changes_nothing_else(quantize):

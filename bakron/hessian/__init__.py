@@ -13,6 +13,7 @@ from bakron.hessian.factor import FACTORS
 from bakron.hessian.heldout import Candidate, Heldout, candidates, choose
 from bakron.hessian.input import InputEstimator
 from bakron.hessian.local import LOCAL, LocalEstimator, check_parts
+from bakron.hessian.unfinished import rows_here
 from bakron.kron import Kron
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "candidates",
     "check_parts",
     "choose",
+    "rows_here",
 ]
 
 

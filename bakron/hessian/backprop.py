@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bakron import ranks, rundir
 from bakron.errors import RecipeError
-from bakron.hessian.factor import unpack, weighting
+from bakron.hessian.factor import Gram, unpack, weighting
 from bakron.hessian.gradients import Progress, block_file, gradient_pass, quantile, rows_here, slots_in
 from bakron.hessian.heldout import Heldout
-from bakron.hessian.input import input_factors, input_moments, input_outliers
+from bakron.hessian.input import input_factors, input_outliers, moments_by_part, together
 from bakron.hessian.outliers import outliers
 from bakron.kron import Factor, Kron
 from bakron.models.linears import Routed
@@ -43,8 +43,8 @@ class BackpropEstimator:
         samples: Labels sampled a token, each with a backward pass of its own: less noise in B and in the weights of A.
         clip: Quantile of the weights in A and of those in B above which they are lowered to it; None clips nothing.
         skip: First tokens of each sequence that count neither in A nor in B.
-        held: Last sequences that count in neither either: `heldout` measures errors on their gradients.
-        gate: Also make `unweighted`.
+        held: Last sequences that can be held out: `heldout` measures errors on their gradients, and `tried` is made without them.
+        gate: Also make the unweighted A's.
         dtype: Of products and sums, float32 or float64.
         boundary_memory: Bytes for block inputs and gradients between blocks; None keeps every block's input. Less memory costs more forward passes, and
             changes nothing else.
@@ -52,6 +52,8 @@ class BackpropEstimator:
 
     Attributes:
         unweighted: A of the last block with every token counted once, per linear; only with `gate`, and where A is weighted.
+        tried: What can be chosen between on the sequences held out, per linear of the last block: its Kron without them, and its A with every token counted once
+            but theirs, None as for `unweighted`; empty if none is held out.
         passes: What the gradient pass did: runs of single blocks `forward` and `backward`, `kept` block inputs at most and their `bytes` with all that was in
             flight; None if a stored one is reused.
 
@@ -81,7 +83,9 @@ class BackpropEstimator:
     ) -> None:
         self.walk, self.store, self.weighting = walk, store, weighting(factor)
         self.clip, self.skip, self.gate, self.dtype = clip, skip, gate, dtype
+        self.held = held
         self.unweighted: dict[str, Factor] = {}
+        self.tried: dict[str, tuple[Kron, Factor | None]] = {}
         self.tokens: dict[str, int] = {}
         self.effective: dict[str, dict[str, float]] = {}
         self.outliers: dict[str, dict[str, Any]] = {}
@@ -124,7 +128,7 @@ class BackpropEstimator:
 
         Args:
             i: Block.
-            inputs: `[N, T, d]` on the CPU, of this process, without the sequences held out, usually from the quantized prefix.
+            inputs: `[N, T, d]` on the CPU, of this process (`rows_here`), usually from the quantized prefix.
 
         Returns:
             Undamped Kron per linear that falls to this process.
@@ -133,8 +137,17 @@ class BackpropEstimator:
         length = inputs.shape[1]
         linears, owners = self.walk.linears(i), self.walk.owners(i)
         mine = {name: linear for name, linear in linears.items() if owners[name] == ranks.rank()}
+        held = len(range(self.held)[ranks.share(self.held)])
+        parts = (len(inputs) - held, held) if self.held else (len(inputs),)
+
+        def factors(side: str, kind: str = "") -> dict[str, Factor]:
+            return {
+                name: Factor(unpack(stored[f"{name}{kind}.{side}"], linear.weight.shape["BA".index(side)])) for name, linear in mine.items()
+            }
+
         try:
-            B = {name: Factor(unpack(stored[f"{name}.B"], linear.out_features)) for name, linear in mine.items()}
+            B, tried_B = factors("B"), factors("B", ".tried") if self.held else {}
+            by_sequence, tried_A = (factors("A"), factors("A", ".tried") if self.held else {}) if self.weighting.by_sequence else ({}, {})
             of_b = {name: float(stored[f"{name}.effective"]) for name in mine}
             reached = {name: int(stored[f"{name}.tokens"]) for name, linear in mine.items() if isinstance(linear, Routed)}
             large = {name: outliers(stored[f"{name}.sizes"][..., self.skip :], self.skip) for name in mine}
@@ -142,26 +155,35 @@ class BackpropEstimator:
             raise RecipeError(
                 f"{block_file(self.store, i)} is damaged: {error}", "a file of a finished gradient pass", f"Remove {self.store}"
             ) from error
+        unweighted: dict[str, Factor] = {}
         if self.gate and self.weighting.a_by_gradient:
-            self.unweighted = input_factors(self.walk, i, input_moments(self.walk, i, inputs, {}, skip=self.skip, dtype=self.dtype))
+            *first, grams = self._moments(i, inputs, {}, parts)
+            self.unweighted, unweighted = input_factors(self.walk, i, grams), input_factors(self.walk, i, first[0]) if first else {}
         self.outliers = {name: {"b": one} if one else {} for name, one in large.items()}
         if self.weighting.by_sequence:
             self.tokens = {name: reached.get(name, len(stored[f"{name}.sizes"]) * (length - self.skip)) for name in mine}
             self.effective = {name: {"a": one, "b": one} for name, one in of_b.items()}
-            return {name: Kron(Factor(unpack(stored[f"{name}.A"], linear.in_features)), B[name]) for name, linear in mine.items()}
-        weights = {}
-        if self.weighting.a_by_gradient:
-            for name in linears:
-                of_all = stored[f"{name}.gradient"].reshape(-1, length)
-                weights[name] = of_all[ranks.share(len(of_all))]
-                if self.clip is not None:
-                    weights[name] = weights[name].clamp_max(quantile(of_all[:, self.skip :], self.clip))
-        grams = input_moments(self.walk, i, inputs, weights, skip=self.skip, dtype=self.dtype)
-        self.tokens = {name: min(gram.tokens, reached.get(name, gram.tokens)) for name, gram in grams.items()}
-        self.effective = {name: {"a": gram.effective, "b": of_b[name]} for name, gram in grams.items()}
-        self.outliers = {name: one | self.outliers[name] for name, one in input_outliers(grams, self.skip).items()}
-        A = input_factors(self.walk, i, grams)
+            A = by_sequence
+        else:
+            weights = {}
+            if self.weighting.a_by_gradient:
+                for name in linears:
+                    of_all = stored[f"{name}.gradient"].reshape(-1, length)
+                    weights[name] = of_all[rows_here(len(of_all), self.held)]
+                    if self.clip is not None:
+                        weights[name] = weights[name].clamp_max(quantile(of_all[:, self.skip :], self.clip))
+            *first, grams = self._moments(i, inputs, weights, parts)
+            self.tokens = {name: min(gram.tokens, reached.get(name, gram.tokens)) for name, gram in grams.items()}
+            self.effective = {name: {"a": gram.effective, "b": of_b[name]} for name, gram in grams.items()}
+            self.outliers = {name: one | self.outliers[name] for name, one in input_outliers(grams, self.skip).items()}
+            A, tried_A = input_factors(self.walk, i, grams), input_factors(self.walk, i, first[0]) if first else {}
+        self.tried = {name: (Kron(tried_A[name], one), unweighted.get(name)) for name, one in tried_B.items()}
         return {name: Kron(A[name], B[name]) for name in mine}
+
+    def _moments(self, i: int, inputs: Tensor, weights: dict[str, Tensor], parts: tuple[int, ...]) -> list[dict[str, Gram]]:
+        """Grams of the first part of the sequences, if there are two parts, and those of all."""
+        first, *others = moments_by_part(self.walk, i, inputs, weights, parts, skip=self.skip, dtype=self.dtype)
+        return [first, *(together(first, one) for one in others)]
 
     def heldout(self, i: int) -> Heldout:
         """Inputs and gradients of the sequences held out, at block i, which must still have its original weights."""

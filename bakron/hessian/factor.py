@@ -23,6 +23,7 @@ single token (sequence: a single sequence whose gradient has rank one).
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Iterator
@@ -120,6 +121,13 @@ class Gram:
         _add_lower(self._sum, Z)
         self.tokens += Z.shape[0]
         return sizes.view(shape)
+
+    def plus(self, other: Gram) -> Gram:
+        """The sum over the tokens of both, those of this one first."""
+        both = Gram(len(self._sum), self.device, self.dtype)
+        torch.add(self._sum, other._sum, out=both._sum)
+        both._weights, both.tokens, both.sizes = self._weights + other._weights, self.tokens + other.tokens, self.sizes + other.sizes
+        return both
 
     @property
     def effective(self) -> float:
@@ -251,6 +259,14 @@ class Step:
         if self.A is not None:
             self.A.collect(at)
         self._sequences = ranks.sum_(self._sequences.cpu(), at)
+
+    def plus(self, other: Step) -> Step:
+        """The sums over the tokens of both, those of this one first."""
+        both = copy.copy(self)
+        both.B = self.B.plus(other.B)
+        both.A = self.A.plus(other.A) if self.A is not None and other.A is not None else None
+        both._sequences = self._sequences + other._sequences
+        return both
 
     @property
     def finite(self) -> bool:

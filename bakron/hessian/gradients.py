@@ -28,7 +28,7 @@ from bakron import ranks, rundir
 from bakron.errors import ModelError, RecipeError
 from bakron.hessian import schedule
 from bakron.hessian.factor import Step, Weighting, pack
-from bakron.hessian.input import refuse_second_use
+from bakron.hessian.input import in_parts, refuse_second_use
 from bakron.hessian.unfinished import block_file, forget_left, keep_left, left, rows_here
 from bakron.models.linears import Routed, in_place
 from bakron.models.walk import Walk
@@ -102,7 +102,7 @@ def gradient_pass(
         samples: Labels a token.
         clip: Quantile of weights, or None.
         skip: First tokens of each sequence that do not count.
-        held: Last sequences that are kept out of all sums, and whose block inputs and gradients are stored instead.
+        held: Last sequences whose block inputs and gradients are stored; besides the sums, those without these sequences are made as well.
         dtype: Of products and sums.
         slots: Block inputs kept at once, from `slots_in`; None keeps all.
         key: Identifies the pass; one of another key is not gone on with.
@@ -141,13 +141,10 @@ def gradient_pass(
             gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None, samples, rows)
             keep_left(store, key, i, gradient)
             return
-        tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:, :used], weighting, clip=clip, skip=skip, dtype=dtype)
+        at_output, parts = gradient, (used, len(rows) - used) if held else (used,)
+        tensors, gradient = block_moments(walk, i, inputs, at_output, weighting, clip=clip, skip=skip, dtype=dtype, parts=parts)
         if held:
-            tensors |= {"heldout.inputs": ranks.joined(inputs[used:], 0), "heldout.gradient": ranks.joined(gradient[:, used:], 0, dim=1)}
-            whole = walk.room.empty_like(gradient)
-            whole[:, :used], whole[:, used:] = at_input, block_gradients(walk, i, inputs[used:], gradient[:, used:], lambda *_: None)
-            at_input = whole
-        gradient = at_input
+            tensors |= {"heldout.inputs": ranks.joined(inputs[used:], 0), "heldout.gradient": ranks.joined(at_output[:, used:], 0, dim=1)}
         if ranks.first():
             rundir.write_tensors(block_file(store, i), tensors)
         keep_left(store, key, i, gradient)
@@ -227,8 +224,11 @@ def block_moments(
     clip: float | None = None,
     skip: int = 0,
     dtype: torch.dtype = torch.float32,
+    parts: tuple[int, ...] | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """What the gradient pass keeps of block i: one recomputation of the block a step of the factorisation, two if weights in B are clipped.
+
+    With sequences held out, sums are also made without them. Steps before the last one are of the others alone; the last one adds both.
 
     Args:
         walk: The original model.
@@ -239,77 +239,92 @@ def block_moments(
         clip: Quantile of weights, or None.
         skip: First tokens of each sequence that do not count.
         dtype: Of products and sums; that of the inputs if it is wider.
+        parts: How many of the sequences count, and how many more are held out; None if none is.
 
     Returns:
-        Per linear `name.B` (packed), `name.effective`, the effective sample size behind it, `name.tokens`, how many tokens have a gradient there, `name.sizes`,
-        what tokens (by sequence: sequences) added to its trace, and `name.gradient`, the tokens' weights in A `[N T]` before clipping (or, by sequence,
-        `name.A`, packed), over the sequences of all processes and on process 0 only; and the gradient at the block's input, of this process.
+        Per linear `name.B` (packed; `name.tried.B` without the sequences held out), `name.effective`, the effective sample size behind it, `name.tokens`, how many
+        tokens have a gradient there, `name.sizes`, what tokens (by sequence: sequences) added to its trace, and `name.gradient`, the tokens' weights in A `[N T]`
+        before clipping (or, by sequence, `name.A` and `name.tried.A`, packed), over the sequences of all processes and on process 0 only; and the gradient at the
+        block's input, of this process.
 
     Raises:
         ModelError: A gradient is not finite.
     """
-    linears = walk.linears(i)
-    dtype = torch.promote_types(inputs.dtype, dtype)
-    steps: dict[str, Step] = {}
+    dtype, parts = torch.promote_types(inputs.dtype, dtype), parts or (len(inputs),)
+    steps: list[dict[str, Step]] = [{}]  # by part
     for k in range(weighting.steps):
-        steps = {
-            name: Step(
-                (linear.out_features, linear.in_features),
-                weighting,
-                steps.get(name),
-                with_a=k + 1 < weighting.steps,
-                device=walk.device,
-                dtype=dtype,
-            )
-            for name, linear in linears.items()
-        }
+        last = k + 1 == weighting.steps
+        steps = [
+            {
+                name: Step(
+                    (linear.out_features, linear.in_features),
+                    weighting,
+                    steps[0].get(name),
+                    with_a=not last,
+                    device=walk.device,
+                    dtype=dtype,
+                )
+                for name, linear in walk.linears(i).items()
+            }
+            for _ in (parts if last else parts[:1])
+        ]
         if clip is not None and weighting.b_by_input:
             _set_limits(walk, i, inputs, gradient, steps, clip, skip)
-        weights, sizes, tokens, at_input = _add_all(walk, i, inputs, gradient, steps, skip)
-        if bad := [name for name, step in steps.items() if not step.finite]:
+        weights, sizes, tokens, at_input = _add_all(walk, i, inputs, gradient, steps, parts, skip)
+        if bad := [name for part in steps for name, step in part.items() if not step.finite]:
             raise ModelError(
                 f"gradients are not finite, first at {_first_bad(walk, i, inputs, gradient) or f'{walk.prefix(i)}.{bad[0]}'}",
                 "finite gradients",
                 "Use float32 and check the model on this text first",
             )
-        for step in steps.values():
-            step.collect(at=0 if k + 1 == weighting.steps else None)
-    weights, sizes = ({name: ranks.joined(one, 0) for name, one in kind.items()} for kind in (weights, sizes))
+        for step in (step for part in steps for step in part.values()):
+            step.collect(at=0 if last else None)
+
+    def everywhere(one: Tensor) -> Tensor:
+        return torch.cat([ranks.joined(part, 0) for part in one.split(parts)])
+
+    weights, sizes = ({name: everywhere(one) for name, one in kind.items()} for kind in (weights, sizes))
     tokens = {name: ranks.sum_(torch.tensor(count), 0) for name, count in tokens.items()}
     tensors = dict[str, Tensor]()
-    for name, step in steps.items() if ranks.first() else ():
-        tensors |= {f"{name}.B": pack(step.B.value()), f"{name}.effective": torch.tensor(step.effective, dtype=torch.float64)}
+    for name, step in steps[0].items() if ranks.first() else ():
+        if len(parts) > 1:
+            tensors |= _packed(f"{name}.tried", step)
+            step = step.plus(steps[1][name])
+        tensors |= _packed(name, step)
+        tensors |= {f"{name}.effective": torch.tensor(step.effective, dtype=torch.float64)}
         tensors |= {f"{name}.sizes": sizes[name], f"{name}.tokens": tokens[name] // len(gradient)}
-        if weighting.by_sequence:
-            assert step.A is not None
-            tensors[f"{name}.A"] = pack(step.A.value())
-        else:
+        if not weighting.by_sequence:
             tensors[f"{name}.gradient"] = weights[name].reshape(-1)
     return tensors, at_input
 
 
+def _packed(name: str, step: Step) -> dict[str, Tensor]:
+    """The factors that a step has, as they are stored."""
+    return {f"{name}.{side}": pack(gram.value()) for side, gram in (("B", step.B), ("A", step.A)) if gram is not None}
+
+
 def _add_all(
-    walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], skip: int
+    walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: list[dict[str, Step]], parts: tuple[int, ...], skip: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int], Tensor]:
-    """Add every token to each linear's step.
+    """Add every token to each linear's step, of its own part of the sequences; parts without steps are left out.
 
     Returns:
         Per linear the tokens' weights in A `[N, T]`, what they added to the trace of B (by sequence `[N]`), and how many had a gradient there, summed over
         samples; the gradient at the input.
     """
-    weights = {name: torch.zeros(inputs.shape[:2], dtype=step.B.dtype) for name, step in steps.items()}
-    sizes = {name: weights[name].new_zeros(inputs.shape[: 1 if step.weighting.by_sequence else 2]) for name, step in steps.items()}
-
-    tokens = dict.fromkeys(steps, 0)
+    weights = {name: torch.zeros(inputs.shape[:2], dtype=step.B.dtype) for name, step in steps[0].items()}
+    sizes = {name: weights[name].new_zeros(inputs.shape[: 1 if step.weighting.by_sequence else 2]) for name, step in steps[0].items()}
+    tokens = dict.fromkeys(steps[0], 0)
 
     def visit(rows: slice, name: str, x: Tensor, g: Tensor) -> None:
         tokens[name] += int(g[:, skip:].any(-1).sum())
-        a, size = steps[name].add(x[:, skip:], g[:, skip:])
-        if a is None:
-            sizes[name][rows] += size.cpu()
-        else:
-            sizes[name][rows, skip:] += size.cpu()
-            weights[name][rows, skip:] += a.cpu()
+        for part, within in in_parts(rows.start, len(x), parts[: len(steps)]):
+            a, size = steps[part][name].add(x[within, skip:], g[within, skip:])
+            if a is None:
+                sizes[name][rows][within] += size.cpu()
+            else:
+                sizes[name][rows][within, skip:] += size.cpu()
+                weights[name][rows][within, skip:] += a.cpu()
 
     return weights, sizes, tokens, block_gradients(walk, i, inputs, gradient, visit)
 
@@ -327,20 +342,19 @@ def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor) -> str | No
     return f"{walk.prefix(i)}.{min(found)[2]} in sequence {min(found)[0]}{ranks.whose()}" if found else None
 
 
-def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dict[str, Step], clip: float, skip: int) -> None:
+def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: list[dict[str, Step]], clip: float, skip: int) -> None:
     """Let each step know the quantiles of its weights: a pass of its own, because a limit must be known before the first token is added."""
-    found: dict[str, list[tuple[Tensor, Tensor | None]]] = {name: [] for name in steps}
+    found: dict[str, list[tuple[Tensor, Tensor | None]]] = {name: [] for name in steps[0]}
 
     def visit(_rows: slice, name: str, x: Tensor, g: Tensor) -> None:
-        found[name].append(steps[name].weights(x[:, skip:], g[:, skip:]))
+        found[name].append(steps[0][name].weights(x[:, skip:], g[:, skip:]))
 
     block_gradients(walk, i, inputs, gradient, visit)
     for name in found:
         pairs = [pair for part in ranks.gather(found[name]) for pair in part]
-        steps[name].limits = (
-            quantile(torch.cat([a for a, _ in pairs]), clip),
-            quantile(torch.cat([b for _, b in pairs if b is not None]), clip),
-        )
+        limits = quantile(torch.cat([a for a, _ in pairs]), clip), quantile(torch.cat([b for _, b in pairs if b is not None]), clip)
+        for part in steps:
+            part[name].limits = limits
 
 
 def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit: Callable[[slice, str, Tensor, Tensor], None]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+import itertools
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,25 +99,41 @@ def input_moments(
     skip: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Gram]:
-    """`sum_t w_t x_t x_t^T` for every linear of block i.
+    """`sum_t w_t x_t x_t^T` for every linear of block i: `moments_by_part` with all sequences in one part."""
+    return moments_by_part(walk, i, inputs, weights, (len(inputs),), without=without, skip=skip, dtype=dtype)[0]
+
+
+def moments_by_part(
+    walk: Walk,
+    i: int,
+    inputs: Tensor,
+    weights: Mapping[str, Tensor],
+    parts: Sequence[int],
+    *,
+    without: Collection[str] = (),
+    skip: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> list[dict[str, Gram]]:
+    """`sum_t w_t x_t x_t^T` over each of several parts of the sequences, for every linear of block i, in one pass.
 
     Args:
         walk: The model.
         i: Block.
         inputs: What enters the block, `[N, T, d]` on the CPU.
         weights: Per linear `[N, T]`; a linear without weights counts every token once, and shares its Gram with those that see the same input.
+        parts: How many sequences each has, in order, of this process.
         without: Linears to leave out.
         skip: First tokens of each sequence that do not count.
         dtype: Of products and sums; that of the inputs if it is wider.
 
     Returns:
-        Gram per linear that falls to this process, over the sequences of all processes, with the tokens' `sizes [b, T - skip]`.
+        For each part, Gram per linear that falls to this process, over the sequences of all processes, with the tokens' `sizes [b, T - skip]`.
     """
     linears, seen = walk.linears(i), dict[str, Tensor]()
     shared_inputs = [group for names in walk.shared_inputs(i) if (group := [name for name in names if name not in without])]
     dtype = torch.promote_types(inputs.dtype, dtype)
-    grams: dict[str, Gram] = {}
-    for names in shared_inputs:
+    found: list[dict[str, Gram]] = [{} for _ in parts]
+    for names, grams in itertools.product(shared_inputs, found):
         shared = Gram(linears[names[0]].in_features, walk.device, dtype)
         grams |= {name: Gram(linears[name].in_features, walk.device, dtype) if name in weights else shared for name in names}
 
@@ -128,15 +145,15 @@ def input_moments(
         return hook
 
     def visit(start: int, batch: Tensor) -> None:
-        for names in shared_inputs:
-            done = set[int]()
+        for (part, rows), names in itertools.product(in_parts(start, len(batch), parts), shared_inputs):
+            grams, done = found[part], set[int]()
             for name in names:
                 if id(grams[name]) not in done:
-                    weight = weights[name][start : start + len(batch), skip:] if name in weights else None
+                    weight = weights[name][start : start + len(batch)][rows, skip:] if name in weights else None
                     if name not in seen and isinstance(linears[name], Routed):  # no token of the batch reaches this expert
-                        sizes = torch.zeros(len(batch), batch.shape[1] - skip, dtype=dtype)
+                        sizes = torch.zeros(rows.stop - rows.start, batch.shape[1] - skip, dtype=dtype)
                     else:
-                        sizes = grams[name].add(in_place(linears[name], seen[name], len(batch))[:, skip:], weight).cpu()
+                        sizes = grams[name].add(in_place(linears[name], seen[name], len(batch))[rows, skip:], weight).cpu()
                     grams[name].sizes.append(sizes)
                     done.add(id(grams[name]))
         seen.clear()
@@ -147,7 +164,29 @@ def input_moments(
     finally:
         for handle in handles:
             handle.remove()
-    return collected(walk, i, grams)
+    return [collected(walk, i, grams) for grams in found]
+
+
+def in_parts(start: int, count: int, parts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """Which rows of a batch of `count`, that begins at row `start` of all, lie in which part: pairs of part and rows within the batch, empty ones left out.
+
+    Args:
+        start: Of the batch.
+        count: Rows in it.
+        parts: How many rows each part has, in order.
+    """
+    begin = 0
+    for part, size in enumerate(parts):
+        rows = slice(max(begin - start, 0), min(begin + size - start, count))
+        if rows.start < rows.stop:
+            yield part, rows
+        begin += size
+
+
+def together(grams: Mapping[str, Gram], others: Mapping[str, Gram]) -> dict[str, Gram]:
+    """Grams over the tokens of both, shared by the linears that share the first ones."""
+    sums = {id(gram): gram.plus(others[name]) for name, gram in grams.items()}
+    return {name: sums[id(gram)] for name, gram in grams.items()}
 
 
 def collected(walk: Walk, i: int, grams: dict[str, Gram]) -> dict[str, Gram]:
