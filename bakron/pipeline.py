@@ -21,6 +21,7 @@ from bakron.grids import OffsetGrid, UniformGrid, check_groups
 from bakron.hessian import BackpropEstimator, Candidate, Estimator, Heldout, candidates, choose, rows_here
 from bakron.kron import Factor, Kron
 from bakron.models.linears import Linear, Routed
+from bakron.models.room import trim
 from bakron.models.walk import Walk
 from bakron.solver import Solution, polish, refit, solve
 from bakron.solver.orders import arrange
@@ -120,29 +121,45 @@ def run(
         with clock.stage("solve"):
             rounded, linears, owners = {}, walk.linears(i), walk.owners(i)
             for name in (name for name in walk.chosen(i) if owners[name] == ranks.rank()):
-                linear = linears[name]
-                whole, kron = f"{walk.prefix(i)}.{name}", krons.pop(name, None)
-                starved = kron is not None and isinstance(linear, Routed) and estimator.tokens[name] < FEW * linear.in_features
-                if starved:
-                    kron = Kron(torch.eye(linear.in_features))
-                if gate is None or kron is None or starved:
-                    rounded[name] = treat(linear, kron, recipe, dtype, whole)
-                else:
-                    tried = candidates(*estimator.tried.pop(name), recipe)
-                    final = candidates(kron, estimator.unweighted.get(name), recipe)
-                    rounded[name] = round_best(linear, tried, final, recipe, dtype, whole, partial(gate.changes, name))
-                rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}) | ({"fallback": "nearest"} if starved else {}))
+                whole = f"{walk.prefix(i)}.{name}"
+                rounded[name] = _round_one(linears[name], name, whole, krons.pop(name, None), estimator, gate, recipe, dtype, treat)
+                rounded[name].event.update({"block": i, "tokens": 0, **told.get(name, {})})
                 rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
                 rounded[name].event["memory"] = memory()
                 observe(rounded[name].event)
+                trim()
             rounded = _exchanged(walk, i, rounded, observe)
         with clock.stage("write"):
             if ranks.first():
                 keep(i, rounded)
+        del rounded, krons, told, gate  # none of it is there while the next block's Hessians are made
         if hidden is not None and recipe.inputs == "quantized" and i + 1 < len(walk):
             with clock.stage("calibrate"):
                 hidden = walk.apply(i, hidden)
         progress("quantize", i + 1, len(walk))
+
+
+def _round_one(
+    linear: Linear,
+    name: str,
+    whole: str,
+    kron: Kron | None,
+    estimator: Estimator | None,
+    gate: Heldout | None,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    treat: Treat,
+) -> Rounded:
+    """One linear, called `name` in its block, with its own Hessian, the best of several, or to nearest if it is an expert that few tokens reach."""
+    if kron is not None and isinstance(linear, Routed) and estimator is not None and estimator.tokens[name] < FEW * linear.in_features:
+        rounded = treat(linear, Kron(torch.eye(linear.in_features)), recipe, dtype, whole)
+        rounded.event["fallback"] = "nearest"
+        return rounded
+    if gate is None or kron is None or not isinstance(estimator, BackpropEstimator):
+        return treat(linear, kron, recipe, dtype, whole)
+    tried = candidates(*estimator.tried.pop(name), recipe)
+    final = candidates(kron, estimator.unweighted.get(name), recipe)
+    return round_best(linear, tried, final, recipe, dtype, whole, partial(gate.changes, name))
 
 
 def _exchanged(walk: Walk, i: int, rounded: dict[str, Rounded], observe: Callable[[dict[str, Any]], None]) -> dict[str, Rounded]:

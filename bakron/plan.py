@@ -10,7 +10,7 @@ hidden states of all tokens; b: tokens of a batch; n, m: inputs and outputs of l
 | head     | H, the kept boundaries, 1 + samples X, and for 128 tokens 7 V numbers, three of them float64 |
 | backward | P, the kept boundaries, 1 + samples X, what one batch's graph holds, and sum m^2 for B |
 | hessian  | P, 2 X, what one batch holds, sum n^2 for A, and while one is made into a whole matrix three of the largest; B as stored and unpacked |
-| solve    | P, X, all A and B of the block, and of one linear: damped and factored A and B in float64 and the factors in float32 once more, 6 m n |
+| solve    | P thrice (rounded values, codes), X, all A and B of the block, and of one linear: both damped and factored in float64, the factors in float32, 6 m n |
 | write    | the largest tensor, encoded |
 
 `memory` bounds what boundaries and X take together. The process itself, with its libraries, is measured when the plan is made.
@@ -221,7 +221,7 @@ def memory(job: Job) -> dict[str, int]:
             }
         stages |= {"hessian": P + sets(2) + held + squares_a + squares_b + 3 * top * top}
         solved = max(2 * 3 * n * n + (2 * 3 * m * m if squares_b else 0) + 6 * m * n for m, n in linears.values())
-        stages |= {"solve": P + sets(1) + squares_a + squares_b + solved}
+        stages |= {"solve": 3 * P + sets(1) + squares_a + squares_b + solved}
     else:
         stages |= {"solve": P + 6 * max(math.prod(shape) for shape in shapes.values() if len(shape) > 1)}
     result = {name: base + 4 * size for name, size in stages.items()}

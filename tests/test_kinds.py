@@ -118,6 +118,29 @@ def test_score_curvature_is_that_of_the_models_scores(shape, side):
         assert quadratic == pytest.approx(measured, rel=1e-4)
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("shape", having("attention"))
+def test_moments_of_score_curvatures_are_their_sums_where_no_norm_is_between(shape, side):
+    """Of several sequences together, whatever the positions weigh, window or not, and what is not rotated of Phi's head."""
+    length = 100  # longer than attention's chunk of positions
+    walk = walk_of(shape, length)
+    weight = torch.rand(length, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for i, hidden in enumerate(inputs_of_blocks(walk, tokens(2, length))):
+        attention, roles = Attention(walk, i), walk.layout.roles
+        if attention.normed(side):
+            assert shape in ("gemma3", "qwen3-moe", "phi-norm")
+            continue
+        z, others = flow(walk, i, hidden)[roles[side]][1], flow(walk, i, hidden)[roles["k" if side == "q" else "q"]][1]
+        others = attention.rotated("k" if side == "q" else "q", others)
+        B, traces = attention.score_moments(side, others, weight)
+        expected = torch.zeros_like(B)
+        for s in range(2):
+            for at, C in attention.score_curvature(side, z[s], others[s]):
+                expected += torch.einsum("t,htij->hij", weight[at], C)
+                torch.testing.assert_close(traces[s, at], C.diagonal(dim1=-2, dim2=-1).sum((0, -1)), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(B, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("shape", having("mlp"))
 def test_mlp_curvature_is_that_of_its_output(shape):
     """On a single token A (x) B is the whole Hessian."""

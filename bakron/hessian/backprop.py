@@ -133,6 +133,7 @@ class BackpropEstimator:
         Returns:
             Undamped Kron per linear that falls to this process.
         """
+        self.unweighted, self.tried = {}, {}
         stored = rundir.read_tensors(block_file(self.store, i))
         length = inputs.shape[1]
         linears, owners = self.walk.linears(i), self.walk.owners(i)

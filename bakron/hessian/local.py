@@ -143,17 +143,29 @@ class Scores:
     def add(self, rows: slice, seen: Seen) -> None:
         """Add the sequences `rows`, of which `seen` has inputs and outputs of every linear."""
         of_q, of_k = self._names
-        for s, (x, q, k) in enumerate(zip(seen[of_q][0], seen[of_q][1], seen[of_k][1]), rows.start):
-            x = x.to(self.dtype)
-            size = x.square().sum(-1) if self.weighting.b_by_input else x.new_ones(len(x))
-            size[: self.skip] = 0
-            for name, side, z, other in (
-                (of_q, "q", q, self.attention.rotated("k", k)),
-                (of_k, "k", k, self.attention.rotated("q", q)),
-            ):
-                for positions, b in self.attention.score_curvature(side, z.to(self.dtype), other.to(self.dtype)):
-                    self.weights[name][s, positions] = b.diagonal(dim1=-2, dim2=-1).sum((0, -1)).clamp_min(0).cpu()
-                    self._B[name] += torch.einsum("t,htij->hij", size[positions], b)
+        (x, q), k = seen[of_q], seen[of_k][1]
+        size = x.to(self.dtype).square().sum(-1) if self.weighting.b_by_input else x.new_ones(x.shape[:2], dtype=self.dtype)
+        size[:, : self.skip] = 0
+        for name, side, z, other in (
+            (of_q, "q", q, self.attention.rotated("k", k).to(self.dtype)),
+            (of_k, "k", k, self.attention.rotated("q", q).to(self.dtype)),
+        ):
+            if self.attention.normed(side):
+                self._add_positions(rows, name, side, z.to(self.dtype), other, size)
+                continue
+            for part in torch.arange(len(x)).split(
+                1 if self.weighting.b_by_input else len(x)
+            ):  # together, if the weights of positions are the same
+                B, traces = self.attention.score_moments(side, other[part], size[part[0]])
+                self._B[name] += B
+                self.weights[name][rows][part] = traces.cpu()
+
+    def _add_positions(self, rows: slice, name: str, side: str, z: Tensor, other: Tensor, size: Tensor) -> None:
+        """Add one side of the sequences `rows`, position by position."""
+        for s in range(len(z)):
+            for positions, b in self.attention.score_curvature(side, z[s], other[s]):
+                self.weights[name][rows][s, positions] = b.diagonal(dim1=-2, dim2=-1).sum((0, -1)).clamp_min(0).cpu()
+                self._B[name] += torch.einsum("t,htij->hij", size[s, positions], b)
 
     def collect(self, _owners: Mapping[str, int]) -> None:
         """Sum over all processes."""

@@ -49,14 +49,14 @@ class Attention:
 
         Args:
             side: "q" or "k".
-            z: `[T, heads * head_dim]`.
+            z: `[..., T, heads * head_dim]`.
 
         Returns:
-            `[heads, T, head_dim]`.
+            `[..., heads, T, head_dim]`.
         """
         z = z.unflatten(-1, (-1, self.head_dim))
         norm = self._norm(side)
-        z = (z if norm is None else norm(z)).transpose(0, 1)
+        z = (z if norm is None else norm(z)).transpose(-3, -2)
         return self._rotate(z, self.cos, self.sin, unsqueeze_dim=0)
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
@@ -75,6 +75,76 @@ class Attention:
         if self.cap is not None:
             scores = (scores / self.cap).tanh() * self.cap
         return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+    def normed(self, side: str) -> bool:
+        """Whether a norm stands between `q_proj` or `k_proj` and the rotation: then `score_curvature` of every position is needed, else `score_moments` will do."""
+        return self._norm(side) is not None
+
+    def score_moments(self, side: str, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted sum of what `score_curvature` gives position by position, and the traces of it, without a norm and without making it.
+
+        The rotation is `R_t z = c_t o z + s_t o P z`. So `sum_t w_t R_t^T C_t R_t`, with `C_t = sum_u k_u k_u^T` over the keys that t sees, has four terms,
+        `diag(c) C diag(c)`, `diag(c) C diag(s) P` and so on, and in each the sums can change places: `sum_u (k_u k_u^T) o (sum of w_t c_t c_t^T over the t that
+        see u)`, where the inner sum is the same for all heads and sequences.
+
+        Args:
+            side: "q" or "k": whose curvature.
+            other: The rotated other side, `[sequences, heads of that side, T, head_dim]`.
+            weight: Of each position, `[T]`.
+
+        Returns:
+            `[heads, head_dim, head_dim]`; and the traces of each position's curvature, summed over heads, `[sequences, T]`.
+        """
+        c, s, P = self._rotation(other)
+        scale, length = c.square() + s.square(), other.shape[-2]
+        if (
+            side == "q"
+        ):  # a query sees keys up to its own position, a key is seen by queries from its own position on: the same, from the end
+            seen = self._running(other.square().sum(1), 1) * self.groups
+            c, s, weight, other = c.flip(0), s.flip(0), weight.flip(0), other.flip(2)
+        else:
+            seen = self._running(other.square().sum(1).flip(1), 1).flip(1)
+        heads = (
+            other.unflatten(1, (-1, 1 if side == "q" else self.groups)).permute(1, 3, 0, 2, 4).flatten(2, 3)
+        )  # [key heads, T, what is summed, head_dim]
+
+        def products(start: int, stop: int) -> Tensor:
+            w, one, two = weight[start:stop, None, None], c[start:stop], s[start:stop]
+            pairs = (one, one), (one, two), (two, two)
+            return torch.stack([w * left[:, :, None] * right[:, None, :] for left, right in pairs])
+
+        window = self.window or length
+        terms = other.new_zeros(3, len(heads), self.head_dim, self.head_dim)
+        running = other.new_zeros(3, self.head_dim, self.head_dim)
+        for start in range(0, length, POSITIONS):
+            stop = min(start + POSITIONS, length)
+            fresh, left = products(start, stop), (max(start - window, 0), max(stop - window, 0))
+            if left[1] > 0:
+                fresh[:, -(left[1] - left[0]) :] -= products(*left)  # what the window of the last positions here has left behind
+            sums = running[:, None] + fresh.cumsum(1)
+            running = sums[:, -1]
+            K = heads[:, start:stop].mT @ heads[:, start:stop]
+            for term, one in zip(terms, sums, strict=True):
+                term += (K * one).sum(1)
+        cc, cs, ss = terms
+        B = cc + cs @ P + (cs @ P).mT + P.T @ ss @ P
+        return B.repeat_interleave(self.groups, 0) if side == "q" else B, (seen * scale).sum(-1)
+
+    def _running(self, z: Tensor, dim: int) -> Tensor:
+        """Sums of `z` over each position and those before it that its window reaches."""
+        sums = z.cumsum(dim)
+        if self.window is not None and self.window < z.shape[dim]:
+            sums.narrow(dim, self.window, z.shape[dim] - self.window).sub_(z.cumsum(dim).narrow(dim, 0, z.shape[dim] - self.window))
+        return sums
+
+    def _rotation(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `R_t z = c_t o z + s_t o P z` is for the model's own rotation: c `[T, head_dim]`, s `[T, head_dim]` and P `[head_dim, head_dim]`."""
+        turned, rest = self.cos.shape[-1], self.head_dim - self.cos.shape[-1]
+        c, s = nn.functional.pad(self.cos, (0, rest), value=1.0), nn.functional.pad(self.sin, (0, rest))
+        P = like.new_zeros(self.head_dim, self.head_dim)
+        rows, one = torch.eye(turned).to(like), like.new_ones(turned, turned)
+        P[:turned, :turned] = self.rotary(rows[None], rows[None], 0 * one, one, unsqueeze_dim=0)[0][0].T
+        return c.to(like), s.to(like), P
 
     def score_curvature(self, side: str, z: Tensor, other: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Curvature, at the outputs of `q_proj` or `k_proj`, of the summed squared change of all attention scores q' . k' of a sequence.

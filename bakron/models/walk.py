@@ -18,7 +18,7 @@ from bakron.models.experts import unfuse
 from bakron.models.layout import layout_of
 from bakron.models.linears import Linear, as_linear, output_logits
 from bakron.models.load import check_length
-from bakron.models.room import Room
+from bakron.models.room import Room, trim
 from bakron.models.weights import Filled, Weights
 
 
@@ -249,6 +249,7 @@ class Walk:
         if self._loaded is not None:
             self._loaded[1].empty()
             self._loaded = None
+            trim()
 
     @contextmanager
     def resident(self, i: int) -> Iterator[nn.Module]:
