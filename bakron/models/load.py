@@ -1,8 +1,9 @@
-"""Find, check and open a model: a Hugging Face directory, a hub name, or a GGUF file."""
+"""Find, check and open a model: a Hugging Face directory, a hub name, a GGUF file, or one that is in memory."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,11 +41,13 @@ class Source:
     """A model that exists, as far as can be told without reading its weights.
 
     Attributes:
-        name: What the user wrote.
-        path: Directory, or the directory of a GGUF file; None for a hub name that has not been fetched.
+        name: What the user wrote; of a model in memory, where it was loaded from, or its class.
+        path: Directory, or the directory of a GGUF file; None for a hub name that has not been fetched, and for a model in memory.
         gguf: File name within `path`, or None.
-        config: Parsed config.json of a directory, else None.
+        config: Parsed config.json of a directory, or what a model in memory would have there; else None.
         hub: Whether `name` is a hub name.
+        live: The model itself, where it is in memory already.
+        tokenizer: That of a model in memory, if it was given.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Source:
     gguf: str | None
     config: dict[str, Any] | None
     hub: bool = False
+    live: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def identity(self) -> str:
@@ -70,20 +75,29 @@ class Source:
         return bool((self.config or {}).get("auto_map"))
 
 
-def find(name: str, *, quantized: bool = False) -> Source:
+def find(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, quantized: bool = False) -> Source:
     """Check what can be checked without importing anything heavy.
 
     Args:
-        name: Directory, hub name `org/name`, or path of a .gguf file.
-        quantized: Accept a model whose config names a quantization method.
+        model: Directory, hub name `org/name`, path of a .gguf file, or a model in memory.
+        tokenizer: Of a model in memory.
+        quantized: Accept a path of a model whose config names a quantization method.
 
     Returns:
         Where the model is.
 
     Raises:
         ModelError: Nothing there, a file that is not GGUF, no or a broken config.json, no safetensors weights, a missing shard, an unknown architecture,
-            weights that the config does not describe, or an already quantized model.
+            weights that the config does not describe, or an already quantized model; or a tokenizer beside a path.
     """
+    if not isinstance(model, str | Path):
+        from bakron.models.live import config_of
+
+        config = config_of(model, tokenizer)
+        return Source(model.config.name_or_path or type(model).__name__, None, None, config, live=model, tokenizer=tokenizer)
+    name = str(model)
+    if tokenizer is not None:
+        raise ModelError(f"a tokenizer beside the path {name}, which has its own", "a tokenizer for a model in memory only", "Drop it")
     with refused(f"{name[:80]!r} is no path that can be read", "a Hugging Face directory, a hub name, or a GGUF file", "Check the path"):
         path = Path(name).expanduser()
         is_file, exists = path.is_file(), path.exists()
@@ -176,7 +190,7 @@ def fetch(source: Source) -> Source:
     Raises:
         ModelError: It cannot be reached, or is nothing that `find` accepts.
     """
-    if source.path is not None:
+    if source.path is not None or source.live is not None:
         return source
     from huggingface_hub import snapshot_download
 
@@ -197,31 +211,49 @@ def open_model(source: Source) -> tuple[PreTrainedModel, Weights]:
     Raises:
         ModelError: It cannot be read, lacks weights or has others than its config, or is of an unknown architecture.
     """
-    import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from bakron.models.experts import unfuse
+    from bakron.models.live import MemoryReader
     from bakron.models.weights import GGUFReader, SafetensorsReader, Weights
 
-    assert source.path is not None
-    if source.gguf:
-        _need_gguf(source)
-    with _quiet(), _explained(source), torch.random.fork_rng(devices=[]):
-        config = AutoConfig.from_pretrained(_where(source), trust_remote_code=False, **({"gguf_file": source.gguf} if source.gguf else {}))
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        model.tie_weights()
+    with _quiet(), _explained(source):
+        model = _empty(source)
         unfuse(model)
-        reader = GGUFReader(source.path / source.gguf, model) if source.gguf else SafetensorsReader(source.path)
-        weights = Weights(model, reader, source.name)
+        if source.live is not None:
+            weights = Weights(model, MemoryReader(source.live), source.name)
+        else:
+            assert source.path is not None
+            reader = GGUFReader(source.path / source.gguf, model) if source.gguf else SafetensorsReader(source.path)
+            weights = Weights(model, reader, source.name)
     model.eval().requires_grad_(False)
     model.config.use_cache = False
     return model, weights
 
 
+def _empty(source: Source) -> PreTrainedModel:
+    """The architecture, its parameters float32 on the meta device, its buffers real."""
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    live = source.live
+    if live is not None:
+        config = type(live.config).from_dict(source.config)  # its own, without what it is set to run with here
+    else:
+        if source.gguf:
+            _need_gguf(source)
+        config = AutoConfig.from_pretrained(_where(source), trust_remote_code=False, **({"gguf_file": source.gguf} if source.gguf else {}))
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    model.tie_weights()
+    if live is not None:
+        model.generation_config = copy.deepcopy(live.generation_config)
+    return model
+
+
 def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
     """Load the whole model into host memory, all weights in `dtype`, in evaluation mode, no gradients.
+
+    A model in memory is not changed; what it has in `dtype` in host memory is shared with it.
 
     Args:
         source: From `find`.
@@ -233,11 +265,17 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         ModelError: It cannot be read, lacks weights or has others than its config, holds NaN or Inf, or is of an unknown architecture.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     from bakron.models.weights import tied_names
 
+    if source.live is not None:
+        from bakron.models.live import fill
+
+        with _quiet(), _explained(source):
+            model = _empty(source)
+            fill(model, source.live, tied_names(model), dtype)
+        return _finite(source, model)
     options: dict[str, Any] = {
         "dtype": dtype,
         "output_loading_info": True,
@@ -272,6 +310,13 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
             f"{source.name} holds {len(unused)} weights that its config has no place for: {', '.join(unused[:3])}",
             do="Get weights and config of one model",
         )
+    return _finite(source, model)
+
+
+def _finite(source: Source, model: PreTrainedModel) -> PreTrainedModel:
+    """A loaded model, ready to be evaluated."""
+    import torch
+
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise ModelError(f"{name} of {source.name} holds NaN or Inf", "finite weights", "Download it again")
@@ -286,6 +331,13 @@ def read_tokenizer(source: Source, *, required: bool = True) -> PreTrainedTokeni
     Raises:
         ModelError: There is none, and it is required.
     """
+    if source.live is not None:
+        if source.tokenizer is None and required:
+            raise ModelError(
+                f"no tokenizer for the text, as {source.name} is a model in memory",
+                "tokenizer=, or ready token ids as data",
+            )
+        return source.tokenizer
     from transformers import AutoTokenizer
 
     if source.gguf:
@@ -326,16 +378,22 @@ def check_length(model: nn.Module, length: int) -> None:
         raise ModelError(f"sequences of {length} tokens", f"at most {limit}, the model's max_position_embeddings", "Use a smaller length")
 
 
-def check_tokens(model: nn.Module, ids: torch.Tensor) -> None:
+def check_tokens(model: nn.Module, ids: torch.Tensor, *, given: bool = False) -> None:
     """Refuse tokens that the model has no embedding for.
+
+    Args:
+        model: Of any device.
+        ids: Windows `[N, T]`.
+        given: Whether they were given as ids, and not made from a text.
 
     Raises:
         ModelError: The largest one is named.
     """
     rows = len(model.get_input_embeddings().weight)  # type: ignore[operator]
     if (largest := int(ids.max())) >= rows:
+        who, do = ("data has", "Make the ids with this model's tokenizer") if given else ("the tokenizer gives", None)
         raise ModelError(
-            f"the tokenizer gives token {largest}", f"tokens below {rows}, the model's embeddings", "Get tokenizer and weights of one model"
+            f"{who} token {largest}", f"tokens below {rows}, the model's embeddings", do or "Get tokenizer and weights of one model"
         )
 
 
