@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bakron.errors import ModelError
 from bakron.models.layout import layout_of
-from bakron.models.untrusted import check_sizes, read_gguf, read_json, refused, shard_names, shard_shapes
+from bakron.models.untrusted import check_sizes, read_gguf, read_json, refused, shard_names, shard_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 PICKLED = "Load it in transformers and call save_pretrained"
+QUANTIZED = "Start from the original checkpoint"
 GGUF_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -122,10 +123,13 @@ def find(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         raise ModelError(
             f"{name} is already quantized (quant_method {source.quantized!r} in its config.json)",
             "a model with plain 16 or 32 bit weights",
-            "Start from the original checkpoint",
+            QUANTIZED,
         )
     layout_of(str((source.config or {}).get("model_type")))
-    check_sizes(name, source.config or {}, _check_shards(path), packed=source.quantized is not None)
+    tensors = _check_shards(path)
+    if not source.quantized:
+        _check_plain(name, tensors)
+    check_sizes(name, source.config or {}, {key: shape for key, (_, shape) in tensors.items()}, packed=source.quantized is not None)
     return source
 
 
@@ -146,14 +150,24 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_shards(path: Path) -> dict[str, tuple[int, ...]]:
+def _check_shards(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     index = path / "model.safetensors.index.json"
     names = shard_names(index) if index.is_file() else ["model.safetensors"]
     if not index.is_file() and not (path / names[0]).is_file():
         kinds = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt")})
         if kinds:
             raise ModelError(f"{path} holds pickled weights ({', '.join(kinds)})", "safetensors", PICKLED)
-    return {name: shape for file in names for name, shape in shard_shapes(path / file).items()}
+    return {name: one for file in names for name, one in shard_tensors(path / file).items()}
+
+
+def _check_plain(source: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Refuse weights of 8 bits or less whose config does not tell of them: their scales would be lost."""
+    for name, (kind, _) in tensors.items():
+        weight, plain = name.endswith((".weight", ".qweight")), kind in ("F64", "F32", "F16", "BF16")
+        if (weight or kind.startswith("F")) and not plain:
+            raise ModelError(
+                f"{source} is already quantized: {name} is stored as {kind}", "a model with plain 16 or 32 bit weights", QUANTIZED
+            )
 
 
 def early_config(source: Source) -> dict[str, Any]:
