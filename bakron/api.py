@@ -21,6 +21,9 @@ from bakron.models import load as models
 from bakron.plan import Plan, check_disk
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from bakron.config import Recipe
     from bakron.pipeline import Clock
 
@@ -30,9 +33,10 @@ Observe = Callable[[dict[str, Any]], None]
 
 
 def plan(
-    model: str | Path,
+    model: str | Path | PreTrainedModel,
     out: str | Path | None = None,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     recipe: Recipe | str | Path | None = None,
     log: Log | None = None,
     **overrides: Any,
@@ -40,21 +44,24 @@ def plan(
     """What `quantize` with the same arguments would take.
 
     Args:
-        model: Hugging Face directory, hub name, or GGUF file.
+        model: Hugging Face directory, hub name, GGUF file, or a model in memory.
         out: Where the run would go, to check the disk; None to leave that out.
+        tokenizer: Of a model in memory.
         recipe: A recipe or the path of a YAML file.
         log: Called with one-line messages.
-        **overrides: Fields of the recipe that win over it.
+        **overrides: Fields of the recipe that win over it; `data` may be token ids, as for `quantize`.
 
     Returns:
         The plan, with every problem found; see `bakron.plan`.
 
     Raises:
         RecipeError: The recipe itself is wrong.
+        DataError: `data` is a tensor that cannot be token ids.
     """
     from bakron import plan as plans
 
-    return plans.plan(model, out, _recipe(recipe, overrides), log or (lambda _: None))
+    settled, given = _recipe(recipe, overrides)
+    return plans.plan(model, out, settled, log or (lambda _: None), tokenizer=tokenizer, given=given)
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,10 @@ class Watch:
 
 
 def quantize(
-    model: str | Path,
+    model: str | Path | PreTrainedModel,
     out: str | Path,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     recipe: Recipe | str | Path | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
@@ -82,15 +90,18 @@ def quantize(
     Started by torchrun, its processes share the work of the one run: every one of them must make the same call.
 
     Args:
-        model: Hugging Face directory, hub name, or GGUF file.
+        model: Hugging Face directory, hub name, GGUF file, or a causal language model of transformers in memory, on any device and in any dtype of 16 bits or
+            more. It is not changed, and not copied as a whole; the files are those that its directory would give, were it saved.
         out: New or empty directory, or one with an unfinished run of the same recipe: becomes a Hugging Face directory, plus `out/bakron/` with `recipe.yaml`,
             `events.jsonl`, `summary.json` and the codes.
+        tokenizer: Of a model in memory: for the text, and written beside the checkpoint. None if `data` is ready token ids.
         recipe: A recipe or the path of a YAML file.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
         observe: Called with what happens, for a display: `{"stage": ...}` when a stage begins, `{"blocks": ..., "tokens": ...}` once they are known,
             `{"memory": ...}` now and then, and with every line of `events.jsonl` as soon as its linear is rounded.
-        **overrides: Fields of the recipe that win over it, such as `levels=7`.
+        **overrides: Fields of the recipe that win over it, such as `levels=7`. `data` may also be ready token ids, an integer tensor `[N, T]` without padding,
+            which settles `sequences` and `length`.
 
     Returns:
         What is written to `summary.json`.
@@ -99,12 +110,13 @@ def quantize(
         BakronError: Any of its subclasses; nothing is written for mistakes that can be found before the work starts.
     """
     with ranks.started():
-        return _quantize(model, out, recipe, progress, log, observe, overrides)
+        return _quantize(model, out, tokenizer, recipe, progress, log, observe, overrides)
 
 
 def _quantize(
-    model: str | Path,
+    model: str | Path | PreTrainedModel,
     out: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None,
     recipe: Recipe | str | Path | None,
     progress: Progress | None,
     log: Log | None,
@@ -115,13 +127,13 @@ def _quantize(
     progress, observe = progress or (lambda *_: None), observe or (lambda _: None)
     warnings: list[str] = []
     log = _collecting(log or (lambda _: None), warnings)
-    recipe = _recipe(recipe, overrides)
-    source = models.find(str(model))
+    recipe, given = _recipe(recipe, overrides)
+    source = models.find(model, tokenizer)
     target = rundir.check_output(out)
     _same_run(target, recipe=recipe)
     if recipe.factors:
         rundir.check_store(recipe.factors)
-    if recipe.method != "rtn":
+    if recipe.method != "rtn" and given is None:
         corpus.check(recipe.data)
 
     from bakron.pipeline import Clock, memory
@@ -132,7 +144,7 @@ def _quantize(
 
     clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
-        job = prepare(source, recipe, log, target)
+        job = prepare(source, recipe, log, target, given)
         check_disk(job, target)
     observe({"blocks": len(job.walk), "tokens": 0 if job.tokens is None else job.tokens.ids.numel()})
     ranks.meet()  # before anything is written, every process has found the output directory and the recipe fit to be used
@@ -201,11 +213,12 @@ def _finish(
 
 
 def evaluate(
-    model: str | Path,
+    model: str | Path | PreTrainedModel,
     *,
-    reference: str | Path | None = None,
-    data: str = "builtin",
-    length: int = 512,
+    reference: str | Path | PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    data: str | Tensor = "builtin",
+    length: int | None = None,
     sequences: int | None = None,
     device: str = "cpu",
     tasks: Sequence[str] = (),
@@ -217,10 +230,11 @@ def evaluate(
     """Perplexity of a model on text and, with the original as reference, KL divergence and agreement.
 
     Args:
-        model: Hugging Face directory (also a quantized one), hub name, or GGUF file.
-        reference: The original model.
-        data: Text: a file, a hub data set, or "builtin" (its evaluation part).
-        length: Tokens per window.
+        model: Hugging Face directory (also a quantized one), hub name, GGUF file, or a model in memory, which is not changed.
+        reference: The original model, also one in memory.
+        tokenizer: Where `model` is one in memory.
+        data: Text: a file, a hub data set, or "builtin" (its evaluation part); or ready token ids, an integer tensor `[N, T]`.
+        length: Tokens per window of a text; default 512.
         sequences: Windows from the start of the text; None = all.
         device: Where to compute.
         tasks: Of lm-evaluation-harness (extra `eval`), run on the model and, if there is one, the reference.
@@ -238,13 +252,17 @@ def evaluate(
         BakronError: Any of its subclasses.
     """
     log = log or (lambda _: None)
-    if length < 2:
+    if length is not None and length < 2:
         raise RecipeError(f"length {length}", "at least 2 tokens")
     if sequences is not None and sequences < 1:
         raise RecipeError(f"sequences {sequences}", "at least 1")
-    source = models.find(str(model), quantized=True)
-    original = None if reference is None else models.find(str(reference), quantized=True)
-    corpus.check(data)
+    source = models.find(model, tokenizer, quantized=True)
+    original = None if reference is None else models.find(reference, quantized=True)
+    given = None if isinstance(data, str) else corpus.given(data)
+    if isinstance(data, str):
+        corpus.check(data)
+    elif length is not None:
+        raise RecipeError(f"length {length} beside token ids", "a length for text only", "Drop length, or cut the ids")
     if limit is not None and limit < 1:
         raise RecipeError(f"limit {limit}", "at least 1")
     if not tasks and (task_folder is not None or limit is not None):
@@ -259,13 +277,17 @@ def evaluate(
     from bakron import evaluation
 
     where = device_of(device)
-    tokenizer = models.read_tokenizer(source)
-    tokens = corpus.windows(corpus.load(data, split="evaluation"), tokenizer, length=length, sequences=sequences, seed=None)
+    tokenizer = models.read_tokenizer(source, required=given is None or bool(tasks))
+    if given is None:
+        texts = corpus.load(str(data), split="evaluation")
+        tokens = corpus.windows(texts, tokenizer, length=512 if length is None else length, sequences=sequences, seed=None)
+    else:
+        tokens = given if sequences is None else corpus.given(given.ids[:sequences])
     log(f"evaluation: {tokens.describe()}")
     log(f"loading {source.name}" + (f" and {original.name}" if original else ""))
     loaded = models.read(source, torch.float32)
-    models.check_length(loaded, length)
-    models.check_tokens(loaded, tokens.ids)
+    models.check_length(loaded, tokens.ids.shape[1])
+    models.check_tokens(loaded, tokens.ids, given=tokens.given)
     base = None if original is None else models.read(original, torch.float32)
     result = evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
     for key, one in {"tasks": loaded, "reference_tasks": base}.items():
@@ -340,7 +362,22 @@ def _collecting(log: Log, warnings: list[str]) -> Log:
     return both
 
 
-def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Recipe:
+def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> tuple[Recipe, corpus.Tokens | None]:
+    """The resolved recipe, and the calibration tokens where `data` is not the name of a text but ready token ids."""
+    given = None
+    if not isinstance(data := overrides.get("data", "builtin"), str | Path):
+        given = corpus.given(data)
+        settled = {"data": given.source, "sequences": given.kept, "length": given.ids.shape[1]}
+        for name in ("sequences", "length"):
+            if overrides.get(name, settled[name]) != settled[name]:
+                raise RecipeError(
+                    f"{name} {overrides[name]} beside token ids {list(given.ids.shape)}", f"{settled[name]}", f"Drop {name}, or cut the ids"
+                )
+        overrides = overrides | settled
+    return _text_recipe(recipe, overrides), given
+
+
+def _text_recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Recipe:
     if recipe is None or isinstance(recipe, str | Path):
         return config.load(recipe, **overrides).resolve()
     return config.override(recipe.model_dump(exclude_unset=True), overrides).resolve()
@@ -376,6 +413,7 @@ def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total
     beside = formats.holds(recipe.format, recipe.gguf_type).beside or torch.finfo(job.scale_dtype).bits + (0 if recipe.symmetric else 8)
     return {
         "model": job.source.identity,
+        "in_memory": job.source.live is not None,
         "model_sha256": job.fingerprint,
         "recipe": recipe.model_dump(),
         "calibration": None if job.tokens is None else job.tokens.record(),

@@ -53,6 +53,12 @@ GROUPS = {
 }
 
 
+METAVARS = {  # what stands for a value in help, where its type does not say it
+    "data": "TEXT", "device": "DEVICE", "include": "PATTERNS", "exclude": "PATTERNS", "memory": "SIZE", "boundary_memory": "SIZE", "factors": "FOLDER",
+    int: "N", float: "NUMBER",
+}  # fmt: skip
+
+
 class Interrupted(Exception):
     """An interrupt that has been seen to; not a KeyboardInterrupt, of which typer would make an answer of its own."""
 
@@ -101,6 +107,7 @@ def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None
     """Say what bakron quantize would take with the same arguments: memory by stage, disk, passes, time, and every problem that can be seen already.
 
     Reads the text and every weight once, and does the work of one block on a few sequences. Exit status 1 if there is a problem.
+    Example: bakron plan ./Qwen3-0.6B ./Qwen3-0.6B-3bit --levels 7
     """
     from bakron import api
     from bakron.display import Display
@@ -117,23 +124,29 @@ def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None
         raise typer.Exit(1)
 
 
-@app.command()
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face directory (also a quantized one), hub name, or GGUF file.")],
-    reference: Annotated[str | None, typer.Option(help="The original model, for KL divergence and agreement.")] = None,
+    reference: Annotated[str | None, typer.Option(metavar="MODEL", help="The original model, for KL divergence and agreement.")] = None,
     data: Annotated[
-        str, typer.Option(help="Text: a .txt, .jsonl or .parquet file, a hub data set, or builtin (its evaluation part).")
+        str, typer.Option(metavar="TEXT", help="Text: a .txt, .jsonl or .parquet file, a hub data set, or builtin (its evaluation part).")
     ] = "builtin",
-    length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
-    sequences: Annotated[int | None, typer.Option(help="Windows, from the start of the text. Default: all.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, ...")] = "cpu",
-    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness too, separated by commas (extra eval).")] = None,
-    task_folder: Annotated[str | None, typer.Option(help="Directory with task files of your own.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Examples per task. Default: all.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file; - for standard output.")] = None,
+    length: Annotated[int, typer.Option(metavar="N", help="Tokens per window.")] = 512,
+    sequences: Annotated[int | None, typer.Option(metavar="N", help="Windows, from the start of the text. Default: all.")] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, ...")] = "cpu",
+    tasks: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Tasks of lm-evaluation-harness too, separated by commas (extra eval).")
+    ] = None,
+    task_folder: Annotated[str | None, typer.Option(metavar="FOLDER", help="Directory with task files of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="Examples per task. Default: all.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file; - for standard output.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Perplexity of MODEL and, with --reference, KL divergence from the original (nats per token) and agreement of the most likely token."""
+    """Perplexity of MODEL and, with --reference, KL divergence from the original (nats per token) and agreement of the most likely token.
+
+    Example: bakron evaluate ./Qwen3-0.6B-3bit --reference ./Qwen3-0.6B
+    """
     from bakron import api
     from bakron.display import Display
 
@@ -165,15 +178,14 @@ def evaluate(
             typer.echo(f"{task} {metric} {value:.4f}" + (f" (original {original[metric]:.4f})" if metric in original else ""))
 
 
-@app.command()
 def certify(
-    run: Annotated[str, typer.Argument(help="Output directory of bakron quantize.")],
-    model: Annotated[str | None, typer.Option(help="The original model. Default: where the run found it.")] = None,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Output directory of bakron quantize.")],
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The original model. Default: where the run found it.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Prove that every weight of a finished run is the grid point nearest to its target, by making its Hessians again, and that the checkpoint holds just that.
 
-    Costs the time of the run without its solves. Exit status 1 if a weight is not.
+    Costs the time of the run without its solves. Exit status 1 if a weight is not. Example: bakron certify ./Qwen3-0.6B-3bit
     """
     from bakron.display import Display
     from bakron.recheck import certify_run
@@ -190,19 +202,21 @@ def certify(
         raise typer.Exit(1)
 
 
-@app.command()
 def export(
-    run: Annotated[str, typer.Argument(help="Output directory of bakron quantize.")],
-    out: Annotated[str, typer.Argument(help="New or empty directory, or an earlier export, which is replaced.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Output directory of bakron quantize.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="New or empty directory, or an earlier export, which is replaced.")],
     format: Annotated[str, typer.Option(metavar="|".join(get_args(Format)), help="How to write it; see bakron quantize.")],
     gguf_type: Annotated[
         str | None, typer.Option(metavar="|".join(get_args(GgufType)), help="Only with format gguf. Default: what fits the run's levels.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The original model. Default: where the run found it.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The original model. Default: where the run found it.")] = None,
     verify: Annotated[bool, typer.Option(help="Load the export again and compare it with the codes.")] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")] = False,
 ) -> None:
-    """Write the codes of a finished run in another format. Nothing is rounded: a format that cannot hold them exactly is refused."""
+    """Write the codes of a finished run in another format. Nothing is rounded: a format that cannot hold them exactly is refused.
+
+    Example: bakron export ./Qwen3-0.6B-3bit ./Qwen3-0.6B-dense --format dense
+    """
     from bakron.display import Display
     from bakron.reexport import export_run
 
@@ -210,16 +224,15 @@ def export(
         export_run(run, out, format=format, gguf_type=gguf_type, model=model, verify=verify, log=display.log)
 
 
-@app.command()
 def report(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Output directories of bakron quantize, up to eight, also unfinished ones.")
+        list[str], typer.Argument(metavar="RUN", help="Output directories of bakron quantize, up to eight, also unfinished ones.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The HTML file.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained HTML page about one or more runs: figures side by side, and losses, choices, Hessians, time and memory layer by layer.
 
-    Perplexity and KL divergence are in it for a run that bakron evaluate was run on.
+    Perplexity and KL divergence are in it for a run that bakron evaluate was run on. Example: bakron report ./Qwen3-0.6B-3bit -o report.html
     """
     from bakron.report import write
 
@@ -228,19 +241,23 @@ def report(
 
 
 bench = typer.Typer(help="Time bakron on this machine.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
 
 
 @bench.command("solver")
 def bench_solver(
     sizes: Annotated[
-        str, typer.Option(help="Sizes: N for a square weight, MxN for M outputs and N inputs; separated by commas.")
+        str, typer.Option(metavar="SIZES", help="Sizes: N for a square weight, MxN for M outputs and N inputs; separated by commas.")
     ] = "512,1024,2048,4096",
-    methods: Annotated[str | None, typer.Option(help="Schedules, separated by commas. Default: all but naive.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs that a median is taken of.")] = 5,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file; - for standard output.")] = None,
+    methods: Annotated[str | None, typer.Option(metavar="NAMES", help="Schedules, separated by commas. Default: all but naive.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Runs that a median is taken of.")] = 5,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file; - for standard output.")
+    ] = None,
 ) -> None:
-    """Time the solver's schedules beside one matrix product of the same size; every result is certified before its time is printed."""
+    """Time the solver's schedules beside one matrix product of the same size; every result is certified before its time is printed.
+
+    Example: bakron bench solver --sizes 512,1024 --repeats 3
+    """
     from bakron import bench as benchmark
 
     _check_json(json_file)
@@ -332,15 +349,15 @@ def _with_recipe_flags(function: Callable[..., None], out: str, needed: bool, to
         needed: Whether OUT must be given.
         told: What --json writes.
     """
-    panel = {name: title for title, names in GROUPS.items() for name in names}
     parameters = {
         "model": Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face directory, hub name, or GGUF file.")],
         "out": Annotated[str if needed else str | None, typer.Argument(metavar="OUT", help=out)],
     }
     options: dict[str, Any] = {
-        "recipe": Annotated[str | None, typer.Option(help="YAML file with any of the settings below; flags win over it.")],
+        "recipe": Annotated[str | None, typer.Option(metavar="FILE", help="YAML file with any of the settings below; flags win over it.")],
     }
-    for name, field in Recipe.model_fields.items():
+    for title, name in ((title, name) for title, names in GROUPS.items() for name in names):
+        field = Recipe.model_fields[name]
         kinds = [part for part in get_args(field.annotation) if part is not NoneType] if _optional(field.annotation) else [field.annotation]
         kind = kinds[0] if len(kinds) == 1 else str  # such as a number or a word: the recipe reads it
         choices = get_args(kind) if get_origin(kind) is Literal else ()
@@ -354,12 +371,14 @@ def _with_recipe_flags(function: Callable[..., None], out: str, needed: bool, to
             typer.Option(
                 *declared,
                 help=(field.description or "") + default,
-                metavar="|".join(forms) if forms else None,
-                rich_help_panel=panel[name],
+                metavar="|".join(forms) if forms else METAVARS.get(name, METAVARS.get(kind)),
+                rich_help_panel=title,
                 show_default=False,
             ),
         ]
-    options["json_file"] = Annotated[Path | None, typer.Option("--json", help=f"Write {told} to this file; - for standard output.")]
+    options["json_file"] = Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help=f"Write {told} to this file; - for standard output.")
+    ]
     options["quiet"] = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
     ordinary = inspect.Parameter.POSITIONAL_OR_KEYWORD
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -377,13 +396,13 @@ def _optional(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
 
 
-for _function, _out, _needed, _told in (
-    (
-        quantize,
-        "New or empty directory, or one with an unfinished run, which is gone on with.",
-        True,
-        "the summary, as in OUT/bakron/summary.json,",
-    ),
-    (plan, "Where the run would go, to check the disk.", False, "the plan"),
-):
-    app.command()(_with_recipe_flags(_function, _out, _needed, _told))
+_quantize = _with_recipe_flags(
+    quantize,
+    "New or empty directory, or one with an unfinished run, which is gone on with.",
+    True,
+    "the summary, as in OUT/bakron/summary.json,",
+)
+_plan = _with_recipe_flags(plan, "Where the run would go, to check the disk.", False, "the plan")
+for _command in (_quantize, _plan, evaluate, export, report, certify):  # the order of `bakron --help`: that of their use
+    app.command()(_command)
+app.add_typer(bench, name="bench")

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Split = Literal["calibration", "evaluation"]
 
+GIVEN = "ids:"  # in a recipe, before a part of the digest of token ids that were given in place of a text
 TABLES = (".jsonl", ".json", ".parquet")
 _KINDS = "a text file, a .jsonl or .parquet file, a hub data set org/name, or builtin"
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[^:\[\]]+(?:\[[^\]]*\])?))?(?::(?P<column>[^:]+))?")
@@ -61,7 +62,7 @@ class Tokens:
         duplicates: Windows in `ids` that repeat an earlier one.
         sha256: Digest of the text.
         source: Where the text comes from.
-        documents: Documents in the text.
+        documents: Documents in the text; 0 where ids were given in place of a text.
         blank: Blank lines and blank documents passed over.
     """
 
@@ -80,6 +81,9 @@ class Tokens:
     def describe(self) -> str:
         """Tell in one line what was kept and what was not."""
         length = self.ids.shape[1]
+        if self.given:
+            again = f"; {_count(self.duplicates, 'duplicate')} among them" if self.duplicates else ""
+            return f"{_count(self.kept, 'sequence')} of {length:,} tokens, given as ids{again}"
         count = f"{self.kept:,}" if self.asked is None else f"{self.kept:,} of {self.asked:,}"
         short = " (the text has no more)" if self.asked is not None and self.kept < self.asked else ""
         text = f"{self.source} holds {self.tokens_in_text:,} tokens in {_count(self.documents, 'document')}"
@@ -90,6 +94,11 @@ class Tokens:
         if self.duplicates:
             parts.append(f"{_count(self.duplicates, 'duplicate')} among the kept")
         return "; ".join(parts)
+
+    @property
+    def given(self) -> bool:
+        """Whether ids were given in place of a text."""
+        return self.documents == 0
 
     @property
     def digest(self) -> str:
@@ -189,6 +198,8 @@ def _file(spec: str) -> tuple[Path, str | None] | None:
     pathlike = path.suffix.lower() in (*TABLES, ".txt", ".raw", ".md", ".csv", ".gz") or spec.startswith((".", "/", "~"))
     if pathlike or "\\" in spec or (path.parent != Path(".") and path.parent.is_dir()):
         raise DataError(f"there is no file {path}", do="Check the path")
+    if spec.startswith(GIVEN):
+        raise DataError(f"data {spec} stands for token ids that were given to a run", "the same tensor", "Give it as data=, from Python")
     if _HUB.fullmatch(spec) is None:
         near = difflib.get_close_matches(spec, ["builtin"], n=1)
         raise DataError(f"there is no file {spec}", _KINDS, do="Perhaps builtin is meant" if near else None)
@@ -400,6 +411,46 @@ def windows(texts: Texts, tokenizer: Any, *, length: int, sequences: int | None 
         documents=len(texts.documents),
         blank=texts.blank,
     )
+
+
+def given(ids: Any) -> Tokens:
+    """Token ids that are ready, in place of a text.
+
+    Args:
+        ids: Integers `[N, T]`, on any device, at least 2 tokens a sequence, without padding.
+
+    Returns:
+        The same, as int64 on the CPU.
+
+    Raises:
+        DataError: They are of another kind, dtype or shape, or negative.
+    """
+    import torch
+
+    expected = "text, or token ids [N, T] as an integer tensor"
+    if not isinstance(ids, torch.Tensor):
+        raise DataError(f"data is a {type(ids).__name__}", expected, "torch.as_tensor makes one of lists or arrays")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise DataError(f"data is a tensor of dtype {str(ids.dtype).removeprefix('torch.')}", expected)
+    if ids.ndim != 2 or len(ids) < 1 or ids.shape[1] < 2:
+        raise DataError(f"data is a tensor of shape {list(ids.shape)}", f"{expected}, N at least 1, T at least 2")
+    ids = ids.detach().to("cpu", torch.int64, copy=True).contiguous()
+    if (least := int(ids.min())) < 0:
+        raise DataError(f"data has token {least}", "ids from 0 on", "Cut sequences to one length instead of padding them")
+    count = len(ids)
+    made = Tokens(
+        ids=ids,
+        asked=count,
+        kept=count,
+        available=count,
+        tokens_in_text=ids.numel(),
+        dropped_tail=0,
+        duplicates=count - len(torch.unique(ids, dim=0)),
+        sha256="",
+        source="",
+        documents=0,
+    )
+    return replace(made, sha256=made.digest, source=f"{GIVEN}{made.digest[:16]}")
 
 
 def _stream(documents: tuple[str, ...], tokenizer: Any) -> torch.Tensor:

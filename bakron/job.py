@@ -108,7 +108,7 @@ def held_out(sequences: int) -> int:
     return max(HELD_LEAST, sequences // HELD_SHARE)
 
 
-def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> Job:
+def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path, given: corpus.Tokens | None = None) -> Job:
     """Read the text, look at every weight of the model once, and refuse what cannot work: cheap checks first.
 
     Args:
@@ -116,6 +116,7 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
         recipe: Resolved.
         log: Called with one-line messages.
         scratch: Where activations go for which there is no memory.
+        given: Ready token ids in place of the recipe's text.
 
     Returns:
         The job.
@@ -144,16 +145,17 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
     source = models.fetch(source)
     if source.code:
         log("warning: config.json names Python code of its own (auto_map), which is not run")
-    tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn")
-    tokens = None
-    if recipe.method != "rtn":
+    tokenizer = models.read_tokenizer(source, required=recipe.method != "rtn" and given is None)
+    tokens = given if recipe.method != "rtn" else None
+    if recipe.method != "rtn" and tokens is None:
         texts = corpus.load(recipe.data, split="calibration")
         tokens = corpus.windows(texts, tokenizer, length=recipe.length, sequences=recipe.sequences, seed=recipe.seed)
+    if tokens is not None:
         log(f"calibration: {tokens.describe()}")
     model, weights = models.open_model(source)
     check_content(recipe.format, model.config, tokenizer, source)
     if tokens is not None:
-        models.check_tokens(model, tokens.ids)
+        models.check_tokens(model, tokens.ids, given=tokens.given)
     room = Room(None if recipe.memory is None else config.size_in_bytes(recipe.memory), scratch / rundir.FOLDER / "spill")
     walk = Walk(model, tokens.ids.shape[1] if tokens else 2, where, recipe.batch, recipe.precision, weights, room)
     if recipe.include or recipe.exclude:

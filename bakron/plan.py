@@ -34,6 +34,8 @@ from bakron.job import Job, codes_of, make_estimator, prepare
 from bakron.models import load as models
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from bakron.config import Recipe
     from bakron.pipeline import Rounded
 
@@ -62,15 +64,26 @@ class Plan:
     seconds: dict[str, float] | None = None
 
 
-def plan(model: str | Path, out: str | Path | None, recipe: Recipe, log: Log = lambda _: None, *, probe: bool = True) -> Plan:
+def plan(
+    model: str | Path | PreTrainedModel,
+    out: str | Path | None,
+    recipe: Recipe,
+    log: Log = lambda _: None,
+    *,
+    probe: bool = True,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    given: corpus.Tokens | None = None,
+) -> Plan:
     """Look at model, text and machine as `quantize` would, and say what the run takes. Nothing is written but to a temporary directory.
 
     Args:
-        model: Hugging Face directory, hub name, or GGUF file.
+        model: Hugging Face directory, hub name, GGUF file, or a model in memory.
         out: Where the run would go, or None to leave that out.
         recipe: Resolved.
         log: Called with one-line messages.
         probe: Measure how long one block takes.
+        tokenizer: Of a model in memory.
+        given: Ready token ids in place of the recipe's text.
 
     Returns:
         The plan; without figures where there is a problem.
@@ -89,13 +102,13 @@ def plan(model: str | Path, out: str | Path | None, recipe: Recipe, log: Log = l
     target = None if out is None else tried(lambda: rundir.check_output(out))
     if recipe.factors:
         tried(lambda: rundir.check_store(recipe.factors or ""))
-    text = recipe.method == "rtn" or tried(lambda: corpus.check(recipe.data) is None)
-    source = tried(lambda: models.find(str(model)))
+    text = recipe.method == "rtn" or given is not None or tried(lambda: corpus.check(recipe.data) is None)
+    source = tried(lambda: models.find(model, tokenizer))
     if source is None or not text:
         return found
     with tempfile.TemporaryDirectory(prefix="bakron-plan-") as scratch:
         start = time.perf_counter()
-        job = tried(lambda: prepare(source, recipe, seen, Path(scratch)))
+        job = tried(lambda: prepare(source, recipe, seen, Path(scratch), given))
         if job is None:
             return found
         surveyed = time.perf_counter() - start

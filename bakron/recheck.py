@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bakron import config, rundir
+from bakron import data as corpus
 from bakron.errors import DataError, ModelError, OutputError
 from bakron.job import Job, StoredCodes, make_estimator, prepare
 from bakron.models import load as models
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from bakron.config import Recipe
     from bakron.hessian import Estimator
@@ -27,13 +30,21 @@ Log = Callable[[str], None]
 
 
 def certify_run(
-    run: str | Path, *, model: str | Path | None = None, progress: Progress | None = None, log: Log | None = None
+    run: str | Path,
+    *,
+    model: str | Path | PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    data: Tensor | None = None,
+    progress: Progress | None = None,
+    log: Log | None = None,
 ) -> dict[str, Any]:
     """Certify every linear of a finished run against the Hessians that its recipe gives. Costs the run's time without the solves.
 
     Args:
         run: Output directory of `bakron.quantize`.
-        model: The original model; default: where the run found it.
+        model: The original model, also one in memory; default: where the run found it.
+        tokenizer: Of a model in memory.
+        data: The token ids `[N, T]` that the run was given, if it was not given a text.
         progress: Called with (stage, done, total).
         log: Called with one-line messages.
 
@@ -59,7 +70,9 @@ def certify_run(
             f"{target} is a run with {'refit' if recipe.refit else 'polish'}, after which values are no nearest-plane rounding any more",
             "a run without refit and polish",
         )
-    source = models.find(str(model or summary["model"]))
+    source, given = original(summary, model, tokenizer), None if data is None else corpus.given(data)
+    if given is None and recipe.method != "rtn":
+        corpus.check(recipe.data)
     stored = StoredCodes(target, recipe)
     found: dict[str, dict[str, Any]] = {}
 
@@ -67,7 +80,7 @@ def certify_run(
         found.update({one.event["linear"]: one.event for one in rounded.values()})
 
     with tempfile.TemporaryDirectory(prefix="bakron-certify-") as scratch:
-        job = prepare(source, recipe, log or (lambda _: None), Path(scratch))
+        job = prepare(source, recipe, log or (lambda _: None), Path(scratch), given)
         _same_inputs(job, summary)
         estimator = make_estimator(job, Path(scratch), progress or (lambda *_: None))
         treat = _Recheck(job, stored, events, estimator)
@@ -140,6 +153,24 @@ def _same_inputs(job: Job, summary: dict[str, Any]) -> None:
     text = (summary["calibration"] or {}).get("sha256")
     if job.tokens is not None and job.tokens.sha256 != text:
         raise DataError(f"the calibration text {job.recipe.data} has changed since the run", "the same text")
+
+
+def original(
+    summary: dict[str, Any], model: str | Path | PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> models.Source:
+    """The model that a run started from, where it was then or where it is now.
+
+    Args:
+        summary: Of the run.
+        model: The original model, or None for where the run found it.
+        tokenizer: Of a model in memory.
+
+    Raises:
+        ModelError: It was in memory then, and is not named now; or whatever `find` raises.
+    """
+    if model is None and summary.get("in_memory"):
+        raise ModelError("a run that started from a model in memory", "that model, or a directory it is saved in", "Name it with --model")
+    return models.find(summary["model"] if model is None else model, tokenizer)
 
 
 def read_records(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

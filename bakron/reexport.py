@@ -14,11 +14,14 @@ from bakron import config, formats, rundir
 from bakron.errors import ModelError, OutputError, RecipeError
 from bakron.job import StoredCodes, stored_linears
 from bakron.models import load as models
-from bakron.recheck import read_records
+from bakron.recheck import original, read_records
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from bakron.config import Recipe
     from bakron.export import Content
+    from bakron.models.load import Source
 
 Log = Callable[[str], None]
 RECORD = "export.json"  # within the folder of records; marks a directory that may be replaced
@@ -30,7 +33,8 @@ def export_run(
     *,
     format: str,
     gguf_type: str | None = None,
-    model: str | Path | None = None,
+    model: str | Path | PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     verify: bool = True,
     log: Log | None = None,
 ) -> dict[str, Any]:
@@ -41,7 +45,8 @@ def export_run(
         out: New or empty directory, or that of an earlier export, which is replaced when the new one is complete.
         format: A name in `bakron.FORMATS`.
         gguf_type: Type of tensors, for gguf only; default: what fits the run's levels.
-        model: The original model; default: where the run found it.
+        model: The original model, also one in memory; default: where the run found it.
+        tokenizer: Of a model in memory.
         verify: Load the export again and compare it with the codes.
         log: Called with one-line messages.
 
@@ -62,7 +67,7 @@ def export_run(
 
     from bakron import export
 
-    content = _content(origin, recipe, summary, model, format, gguf_type, log)
+    content = _content(origin, recipe, summary, original(summary, model, tokenizer), format, gguf_type, log)
     form = export.form_of(format, gguf_type)
     grid = content.sample.grid
     bits = form.bits(grid, content.dtype)
@@ -104,7 +109,7 @@ def _settled(recipe: Recipe, format: str, gguf_type: str | None) -> str | None:
 
 
 def _content(
-    origin: Path, recipe: Recipe, summary: dict[str, Any], model: str | Path | None, format: str, gguf_type: str | None, log: Log
+    origin: Path, recipe: Recipe, summary: dict[str, Any], source: Source, format: str, gguf_type: str | None, log: Log
 ) -> Content:
     """The original model and the run's codes; refuses a model that is not the run's, or that the format cannot write."""
     import torch
@@ -113,7 +118,6 @@ def _content(
     from bakron.models.layout import check_format
     from bakron.models.walk import Walk
 
-    source = models.find(str(model or summary["model"]))
     log(f"loading {source.name}")
     source = models.fetch(source)
     loaded, weights = models.open_model(source)

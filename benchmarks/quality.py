@@ -92,6 +92,9 @@ def main(extra: type[Extra] = Extra) -> None:
     original = models.read(source, torch.float32)
     model = copy.deepcopy(original)
     study = _open(flags, source, windows)
+    if "original" not in study:
+        study["original"] = {"perplexity": compare(original, windows.ids)["perplexity"], "commit": describe()["commit"]}
+        rundir.write_text(flags.json, json.dumps(study, indent=1) + "\n")
     store = Path(flags.scratch or tempfile.mkdtemp(prefix="bakron-quality-"))
     more = extra(flags, Walk(original, flags.length), text.ids, store)
     for names in (STEPS, [name for name in flags.rows if name not in STEPS]):
@@ -187,6 +190,8 @@ def table(study: dict[str, Any]) -> str:
         "| setting | seeds | " + " | ".join(f"{n} levels: KL (range) | perplexity" for n in levels) + " |",
         "|---" * (2 + 2 * len(levels)) + "|",
     ]
+    if "original" in study:
+        lines.append("| original | | " + " | ".join(f"0 | {study['original']['perplexity']:.1f}" for _ in levels) + " |")
     for name in ROWS:
         cells, count = [], 0
         for n in levels:

@@ -2,6 +2,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from tiny import save_tiny
+from typer.main import get_command
 
 from bakron import __version__
+from bakron.cli import app
 from bakron.config import Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +55,19 @@ def test_help_is_quick_and_names_the_commands():
     assert {call.status for call in calls} == {0}
     for words in ("quantize", "evaluate", "bakron quantize MODEL OUT", "bakron evaluate OUT --reference MODEL"):
         assert words in " ".join(calls[0].out.split())
+
+
+def test_commands_come_in_the_order_of_their_use_and_each_has_an_example_that_it_takes():
+    group = get_command(app)
+    assert list(group.commands) == ["quantize", "plan", "evaluate", "export", "report", "certify", "bench"]
+    leaves = {**group.commands, "bench solver": group.commands["bench"].commands["solver"]}
+    del leaves["bench"]
+    for name, command in leaves.items():
+        (example,) = re.findall(r"Example: bakron (.+)", command.help)
+        assert example.startswith(f"{name} ")
+        command.make_context(name, shlex.split(example.removeprefix(name)))  # raises on what it does not know
+    values = {type(one.type).__name__ for leaf in leaves.values() for one in leaf.params if not one.metavar and not one.is_flag}
+    assert not values, "options whose help does not say what their value is"
 
 
 def test_version():

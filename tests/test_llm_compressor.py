@@ -52,6 +52,8 @@ def run(folder, recipe, *, ids=None, shuffle=False):
         ("mixed", "observer", {}),
         ("kfac", "curvature", {"symmetric": False}),
         ("shampoo", "observer", {"symmetric": False}),
+        (None, "curvature", {"num_bits": 8, "symmetric": False}),
+        ("mixed", "observer", {"num_bits": 8, "symmetric": False, "strategy": "channel", "group_size": None}),
         (None, "mse", {"strategy": "channel", "group_size": None}),
     ],
 )

@@ -306,6 +306,19 @@ def removed(name):
     return lambda path: (path / name).unlink()
 
 
+def stored_as(dtype, leaf="weight"):
+    """An MLP weight of the first block in another dtype, as files have it whose config lacks its quantization_config."""
+
+    def change(path):
+        name = "model.layers.0.mlp.up_proj"
+        file = path / json.loads((path / INDEX).read_text())["weight_map"][f"{name}.weight"]
+        tensors = load_file(file)
+        tensors[f"{name}.{leaf}"] = tensors.pop(f"{name}.weight").to(dtype)
+        save_file(tensors, file, {"format": "pt"})
+
+    return change
+
+
 def pickled(path):
     for file in [*path.glob("*.safetensors"), path / INDEX]:
         file.unlink()
@@ -329,6 +342,19 @@ DAMAGE = {
         changed_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
         "{path} is already quantized (quant_method 'fp8' in its config.json); expected a model with plain 16 or 32 bit weights. "
         "Start from the original checkpoint.",
+    ),
+    "fp8 without a word": (
+        stored_as(torch.float8_e4m3fn),
+        "{path} is already quantized: model.layers.0.mlp.up_proj.weight is stored as F8_E4M3; expected a model with plain 16 or 32 bit",
+    ),
+    "int8 without a word": (
+        stored_as(torch.int8),
+        "{path} is already quantized: model.layers.0.mlp.up_proj.weight is stored as I8; expected",
+    ),
+    "gptq": (changed_config(quantization_config={"quant_method": "gptq", "bits": 4}), "is already quantized (quant_method 'gptq' in its"),
+    "gptq without a word": (
+        stored_as(torch.int32, "qweight"),
+        "{path} is already quantized: model.layers.0.mlp.up_proj.qweight is stored as I32; expected a model with plain 16 or 32 bit weights",
     ),
     "nosuch": (changed_config(quantization_config={"quant_method": "nosuch"}), "is already quantized (quant_method 'nosuch'"),
     "no method": (changed_config(quantization_config={"bits": 4}), "is already quantized (quant_method 'unknown'"),

@@ -32,7 +32,7 @@ def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("security")
     save_tiny(path / "model", "llama", hidden_size=32, intermediate_size=32, num_hidden_layers=1, tie_word_embeddings=True)
     save_tiny_gguf(path / "tiny.gguf")
-    weights = sorted(load.shard_shapes(path / "model" / "model.safetensors"))
+    weights = sorted(load.shard_tensors(path / "model" / "model.safetensors"))
     (path / "model" / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, "model.safetensors")})
     )

@@ -24,7 +24,8 @@ def model_card(summary: dict[str, Any]) -> str:
     """README.md of the output directory, from the summary of the run."""
     recipe = summary["recipe"]
     groups = f"one scale per {recipe['group_size']} inputs" if recipe["group_size"] else "one scale per output row"
-    base = "" if Path(summary["model"]).is_absolute() else f"base_model: {json.dumps(summary['model'])}\n"  # a hub name
+    named = not summary.get("in_memory") and not Path(summary["model"]).is_absolute()  # a hub name
+    base = f"base_model: {json.dumps(summary['model'])}\n" if named else ""
     kind = f", type {recipe['gguf_type']}" if recipe["gguf_type"] else ""
     return f"""---
 {base}library_name: {"gguf" if recipe["format"] == "gguf" else "transformers"}

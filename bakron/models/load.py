@@ -1,8 +1,9 @@
-"""Find, check and open a model: a Hugging Face directory, a hub name, or a GGUF file."""
+"""Find, check and open a model: a Hugging Face directory, a hub name, a GGUF file, or one that is in memory."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bakron.errors import ModelError
 from bakron.models.layout import layout_of
-from bakron.models.untrusted import check_sizes, read_gguf, read_json, refused, shard_names, shard_shapes
+from bakron.models.untrusted import check_sizes, read_gguf, read_json, refused, shard_names, shard_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 PICKLED = "Load it in transformers and call save_pretrained"
+QUANTIZED = "Start from the original checkpoint"
 GGUF_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -40,11 +42,13 @@ class Source:
     """A model that exists, as far as can be told without reading its weights.
 
     Attributes:
-        name: What the user wrote.
-        path: Directory, or the directory of a GGUF file; None for a hub name that has not been fetched.
+        name: What the user wrote; of a model in memory, where it was loaded from, or its class.
+        path: Directory, or the directory of a GGUF file; None for a hub name that has not been fetched, and for a model in memory.
         gguf: File name within `path`, or None.
-        config: Parsed config.json of a directory, else None.
+        config: Parsed config.json of a directory, or what a model in memory would have there; else None.
         hub: Whether `name` is a hub name.
+        live: The model itself, where it is in memory already.
+        tokenizer: That of a model in memory, if it was given.
     """
 
     name: str
@@ -52,6 +56,8 @@ class Source:
     gguf: str | None
     config: dict[str, Any] | None
     hub: bool = False
+    live: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def identity(self) -> str:
@@ -70,20 +76,29 @@ class Source:
         return bool((self.config or {}).get("auto_map"))
 
 
-def find(name: str, *, quantized: bool = False) -> Source:
+def find(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, quantized: bool = False) -> Source:
     """Check what can be checked without importing anything heavy.
 
     Args:
-        name: Directory, hub name `org/name`, or path of a .gguf file.
-        quantized: Accept a model whose config names a quantization method.
+        model: Directory, hub name `org/name`, path of a .gguf file, or a model in memory.
+        tokenizer: Of a model in memory.
+        quantized: Accept a path of a model whose config names a quantization method.
 
     Returns:
         Where the model is.
 
     Raises:
         ModelError: Nothing there, a file that is not GGUF, no or a broken config.json, no safetensors weights, a missing shard, an unknown architecture,
-            weights that the config does not describe, or an already quantized model.
+            weights that the config does not describe, or an already quantized model; or a tokenizer beside a path.
     """
+    if not isinstance(model, str | Path):
+        from bakron.models.live import config_of
+
+        config = config_of(model, tokenizer)
+        return Source(model.config.name_or_path or type(model).__name__, None, None, config, live=model, tokenizer=tokenizer)
+    name = str(model)
+    if tokenizer is not None:
+        raise ModelError(f"a tokenizer beside the path {name}, which has its own", "a tokenizer for a model in memory only", "Drop it")
     with refused(f"{name[:80]!r} is no path that can be read", "a Hugging Face directory, a hub name, or a GGUF file", "Check the path"):
         path = Path(name).expanduser()
         is_file, exists = path.is_file(), path.exists()
@@ -108,10 +123,13 @@ def find(name: str, *, quantized: bool = False) -> Source:
         raise ModelError(
             f"{name} is already quantized (quant_method {source.quantized!r} in its config.json)",
             "a model with plain 16 or 32 bit weights",
-            "Start from the original checkpoint",
+            QUANTIZED,
         )
     layout_of(str((source.config or {}).get("model_type")))
-    check_sizes(name, source.config or {}, _check_shards(path), packed=source.quantized is not None)
+    tensors = _check_shards(path)
+    if not source.quantized:
+        _check_plain(name, tensors)
+    check_sizes(name, source.config or {}, {key: shape for key, (_, shape) in tensors.items()}, packed=source.quantized is not None)
     return source
 
 
@@ -132,14 +150,24 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_shards(path: Path) -> dict[str, tuple[int, ...]]:
+def _check_shards(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     index = path / "model.safetensors.index.json"
     names = shard_names(index) if index.is_file() else ["model.safetensors"]
     if not index.is_file() and not (path / names[0]).is_file():
         kinds = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt")})
         if kinds:
             raise ModelError(f"{path} holds pickled weights ({', '.join(kinds)})", "safetensors", PICKLED)
-    return {name: shape for file in names for name, shape in shard_shapes(path / file).items()}
+    return {name: one for file in names for name, one in shard_tensors(path / file).items()}
+
+
+def _check_plain(source: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Refuse weights of 8 bits or less whose config does not tell of them: their scales would be lost."""
+    for name, (kind, _) in tensors.items():
+        weight, plain = name.endswith((".weight", ".qweight")), kind in ("F64", "F32", "F16", "BF16")
+        if (weight or kind.startswith("F")) and not plain:
+            raise ModelError(
+                f"{source} is already quantized: {name} is stored as {kind}", "a model with plain 16 or 32 bit weights", QUANTIZED
+            )
 
 
 def early_config(source: Source) -> dict[str, Any]:
@@ -176,7 +204,7 @@ def fetch(source: Source) -> Source:
     Raises:
         ModelError: It cannot be reached, or is nothing that `find` accepts.
     """
-    if source.path is not None:
+    if source.path is not None or source.live is not None:
         return source
     from huggingface_hub import snapshot_download
 
@@ -197,31 +225,49 @@ def open_model(source: Source) -> tuple[PreTrainedModel, Weights]:
     Raises:
         ModelError: It cannot be read, lacks weights or has others than its config, or is of an unknown architecture.
     """
-    import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from bakron.models.experts import unfuse
+    from bakron.models.live import MemoryReader
     from bakron.models.weights import GGUFReader, SafetensorsReader, Weights
 
-    assert source.path is not None
-    if source.gguf:
-        _need_gguf(source)
-    with _quiet(), _explained(source), torch.random.fork_rng(devices=[]):
-        config = AutoConfig.from_pretrained(_where(source), trust_remote_code=False, **({"gguf_file": source.gguf} if source.gguf else {}))
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        model.tie_weights()
+    with _quiet(), _explained(source):
+        model = _empty(source)
         unfuse(model)
-        reader = GGUFReader(source.path / source.gguf, model) if source.gguf else SafetensorsReader(source.path)
-        weights = Weights(model, reader, source.name)
+        if source.live is not None:
+            weights = Weights(model, MemoryReader(source.live), source.name)
+        else:
+            assert source.path is not None
+            reader = GGUFReader(source.path / source.gguf, model) if source.gguf else SafetensorsReader(source.path)
+            weights = Weights(model, reader, source.name)
     model.eval().requires_grad_(False)
     model.config.use_cache = False
     return model, weights
 
 
+def _empty(source: Source) -> PreTrainedModel:
+    """The architecture, its parameters float32 on the meta device, its buffers real."""
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    live = source.live
+    if live is not None:
+        config = type(live.config).from_dict(source.config)  # its own, without what it is set to run with here
+    else:
+        if source.gguf:
+            _need_gguf(source)
+        config = AutoConfig.from_pretrained(_where(source), trust_remote_code=False, **({"gguf_file": source.gguf} if source.gguf else {}))
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    model.tie_weights()
+    if live is not None:
+        model.generation_config = copy.deepcopy(live.generation_config)
+    return model
+
+
 def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
     """Load the whole model into host memory, all weights in `dtype`, in evaluation mode, no gradients.
+
+    A model in memory is not changed; what it has in `dtype` in host memory is shared with it.
 
     Args:
         source: From `find`.
@@ -233,11 +279,17 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         ModelError: It cannot be read, lacks weights or has others than its config, holds NaN or Inf, or is of an unknown architecture.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     from bakron.models.weights import tied_names
 
+    if source.live is not None:
+        from bakron.models.live import fill
+
+        with _quiet(), _explained(source):
+            model = _empty(source)
+            fill(model, source.live, tied_names(model), dtype)
+        return _finite(source, model)
     options: dict[str, Any] = {
         "dtype": dtype,
         "output_loading_info": True,
@@ -272,6 +324,13 @@ def read(source: Source, dtype: torch.dtype) -> PreTrainedModel:
             f"{source.name} holds {len(unused)} weights that its config has no place for: {', '.join(unused[:3])}",
             do="Get weights and config of one model",
         )
+    return _finite(source, model)
+
+
+def _finite(source: Source, model: PreTrainedModel) -> PreTrainedModel:
+    """A loaded model, ready to be evaluated."""
+    import torch
+
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise ModelError(f"{name} of {source.name} holds NaN or Inf", "finite weights", "Download it again")
@@ -286,6 +345,13 @@ def read_tokenizer(source: Source, *, required: bool = True) -> PreTrainedTokeni
     Raises:
         ModelError: There is none, and it is required.
     """
+    if source.live is not None:
+        if source.tokenizer is None and required:
+            raise ModelError(
+                f"no tokenizer for the text, as {source.name} is a model in memory",
+                "tokenizer=, or ready token ids as data",
+            )
+        return source.tokenizer
     from transformers import AutoTokenizer
 
     if source.gguf:
@@ -326,16 +392,22 @@ def check_length(model: nn.Module, length: int) -> None:
         raise ModelError(f"sequences of {length} tokens", f"at most {limit}, the model's max_position_embeddings", "Use a smaller length")
 
 
-def check_tokens(model: nn.Module, ids: torch.Tensor) -> None:
+def check_tokens(model: nn.Module, ids: torch.Tensor, *, given: bool = False) -> None:
     """Refuse tokens that the model has no embedding for.
+
+    Args:
+        model: Of any device.
+        ids: Windows `[N, T]`.
+        given: Whether they were given as ids, and not made from a text.
 
     Raises:
         ModelError: The largest one is named.
     """
     rows = len(model.get_input_embeddings().weight)  # type: ignore[operator]
     if (largest := int(ids.max())) >= rows:
+        who, do = ("data has", "Make the ids with this model's tokenizer") if given else ("the tokenizer gives", None)
         raise ModelError(
-            f"the tokenizer gives token {largest}", f"tokens below {rows}, the model's embeddings", "Get tokenizer and weights of one model"
+            f"{who} token {largest}", f"tokens below {rows}, the model's embeddings", do or "Get tokenizer and weights of one model"
         )
 
 

@@ -73,8 +73,8 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
-def shard_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a safetensors file, once its header parses and the file is as long as it says.
+def shard_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of the tensors of a safetensors file, once its header parses and the file is as long as it says.
 
     Raises:
         ModelError: The file is missing or damaged.
@@ -94,7 +94,7 @@ def shard_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         if size != 8 + length + end:
             raise ValueError(f"{size} bytes instead of {8 + length + end}")
         with safe_open(file, framework="numpy") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+            return {name: (header[name]["dtype"], tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}
     except Exception as error:
         raise ModelError(f"{file} is damaged ({error})", "a complete safetensors file", AGAIN) from error
 
