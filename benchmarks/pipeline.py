@@ -3,7 +3,8 @@
     python benchmarks/pipeline.py [--blocks 4,8,16,32] [--hidden 1024] [--method bakron]
 
 Every run and every plan is a process of its own; the peak is its largest resident set. Boundaries, the block inputs kept for the gradient pass, grow with depth and
-are shown; the rest must not. Without verification, which loads the whole export where that fits into half of the free memory.
+are shown; the rest must not. Without verification, which loads the whole export where that fits into half of the free memory. At the end, wall seconds of the smallest
+model by one process and by two.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 
+import torch  # noqa: E402
 from machine import RESULTS, ROOT, describe  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from tiny import save_tiny  # noqa: E402
 
 FLAT, NEAR, TIME = 0.10, 0.15, 1.5  # how much the peak may grow with depth, differ from the plan; factor of the time
@@ -48,8 +51,21 @@ def main() -> None:
             f"{one['seconds']:8.0f} {one['planned_seconds']:8.0f}  {one['disk'] == one['planned_disk']}",
             flush=True,
         )
-    failures = judge(rows)
-    record = {"machine": describe(), "settings": settings, "hidden": given.hidden, "rows": rows, "failures": failures}
+    with tempfile.TemporaryDirectory(prefix="bakron-pipeline-") as place:
+        together = several(Path(place), rows[0]["blocks"], given.hidden, settings | {"sequences": 16, "length": 128})
+    for one in together:
+        print(
+            f"{one['processes']} processes of one thread each, {rows[0]['blocks']} blocks: {one['wall']:.0f} s, {one['differing_codes']} codes differ"
+        )
+    failures = judge(rows) + [f"{one['differing_codes']} codes differ between processes" for one in together if one["differing_codes"]]
+    record = {
+        "machine": describe(),
+        "settings": settings,
+        "hidden": given.hidden,
+        "rows": rows,
+        "processes": together,
+        "failures": failures,
+    }
     given.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     for failure in failures:
         print(failure)
@@ -58,14 +74,7 @@ def main() -> None:
 
 def measure(place: Path, blocks: int, hidden: int, settings: dict[str, Any]) -> dict[str, Any]:
     """A model, its plan and its run, in processes of their own."""
-    heads = hidden // 64
-    shape = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_attention_heads": heads, "num_key_value_heads": heads}
-    save_tiny(place / "model", "llama", num_hidden_layers=blocks, initializer_range=0.02, **shape)
-    (place / "text.txt").write_text(
-        "".join(f"the quick brown fox number {i} jumps over {i * i} lazy dogs; and so on.\n" for i in range(400))
-    )
-    arguments = [str(place / "model"), str(place / "out"), "--data", str(place / "text.txt"), "--quiet", "--no-verify"]
-    arguments += [part for name, value in settings.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    arguments = prepare(place, blocks, hidden, settings)
     planned = bakron("plan", arguments, place / "plan.json")
     start = time.perf_counter()
     summary = bakron("quantize", arguments, place / "summary.json")
@@ -90,16 +99,49 @@ def measure(place: Path, blocks: int, hidden: int, settings: dict[str, Any]) -> 
     }
 
 
+def prepare(place: Path, blocks: int, hidden: int, settings: dict[str, Any]) -> list[str]:
+    """A model and a text in a directory; the arguments of a run on them."""
+    heads = hidden // 64
+    shape = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_attention_heads": heads, "num_key_value_heads": heads}
+    save_tiny(place / "model", "llama", num_hidden_layers=blocks, initializer_range=0.02, **shape)
+    (place / "text.txt").write_text(
+        "".join(f"the quick brown fox number {i} jumps over {i * i} lazy dogs; and so on.\n" for i in range(400))
+    )
+    arguments = [str(place / "model"), str(place / "out"), "--data", str(place / "text.txt"), "--quiet", "--no-verify"]
+    return arguments + [part for name, value in settings.items() for part in ("--" + name.replace("_", "-"), str(value))]
+
+
+def several(place: Path, blocks: int, hidden: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Wall seconds of the same run by one process and by two (gloo), of one thread each, in the deterministic mode, and how many codes differ."""
+    model, out, *rest = prepare(place, blocks, hidden, settings | {"accumulate": "float64", "precision": "float32"})
+    found: list[dict[str, Any]] = []
+    codes: list[list[torch.Tensor]] = []
+    for processes in (1, 2):
+        start = time.perf_counter()
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "bakron"]
+        run([*launch, "quantize", model, f"{out}{processes}", *rest], OMP_NUM_THREADS="1")
+        wall = time.perf_counter() - start
+        files = [load_file(file) for file in sorted((Path(f"{out}{processes}") / "bakron" / "codes").glob("*.safetensors"))]
+        codes.append([tensor for file in files for name, tensor in sorted(file.items()) if name.endswith(".codes")])
+        differing = sum(int((one != other).sum()) for one, other in zip(codes[0], codes[-1], strict=True))
+        found.append(
+            {"processes": processes, "wall": round(wall, 1), "differing_codes": differing, "codes": sum(one.numel() for one in codes[-1])}
+        )
+    return found
+
+
 def bakron(command: str, arguments: list[str], result: Path) -> dict[str, Any]:
     """What a command writes with --json."""
+    run([sys.executable, "-m", "bakron", command, *arguments, "--json", str(result)])
+    return dict(json.loads(result.read_text("utf-8")))
+
+
+def run(command: list[str], **environment: str) -> None:
+    """Run a command on this checkout to its end."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     subprocess.run(
-        [sys.executable, "-m", "bakron", command, *arguments, "--json", str(result)],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        check=True,
-        stdout=subprocess.DEVNULL,
+        command, env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **environment}, check=True, stdout=subprocess.DEVNULL
     )
-    return dict(json.loads(result.read_text("utf-8")))
 
 
 def judge(rows: list[dict[str, Any]]) -> list[str]:
