@@ -3,8 +3,8 @@
     python benchmarks/pipeline.py [--blocks 4,8,16,32] [--hidden 1024] [--method bakron]
 
 Every run and every plan is a process of its own; the peak is its largest resident set. Boundaries, the block inputs kept for the gradient pass, grow with depth and
-are shown; the rest must not. Without verification, which loads the whole export where that fits into half of the free memory. At the end, wall seconds of the smallest
-model by one process and by two.
+are shown; the rest must not. Without verification, which loads the whole export where that fits into half of the free memory. At the end, wall seconds of the
+smallest model by one process and by two.
 """
 
 from __future__ import annotations
