@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bakron.api import evaluate, quantize
+    from bakron.api import evaluate, prepare, quantize
     from bakron.config import Recipe
     from bakron.errors import BakronError
     from bakron.export import FORMATS
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bakron.modules import collect, quantize_linear_
     from bakron.recheck import certify_run
     from bakron.reexport import export_run
+    from bakron.shards import solve_shard
     from bakron.solver import METHODS, Certificate, Solution, certify, polish, refit, solve
 
 __version__ = "0.1.0"
@@ -43,14 +44,16 @@ __all__ = [
     "evaluate",
     "export_run",
     "polish",
+    "prepare",
     "quantize",
     "quantize_linear_",
     "refit",
     "solve",
+    "solve_shard",
 ]
 
 _ROOMS = {
-    "bakron.api": ["evaluate", "quantize"],
+    "bakron.api": ["evaluate", "prepare", "quantize"],
     "bakron.config": ["Recipe"],
     "bakron.errors": ["BakronError"],
     "bakron.export": ["FORMATS"],
@@ -60,6 +63,7 @@ _ROOMS = {
     "bakron.modules": ["collect", "quantize_linear_"],
     "bakron.recheck": ["certify_run"],
     "bakron.reexport": ["export_run"],
+    "bakron.shards": ["solve_shard"],
     "bakron.solver": ["METHODS", "Certificate", "Solution", "certify", "polish", "refit", "solve"],
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, formats, ranks, rundir
+from bakron import config, formats, ranks, rundir, shards
 from bakron import data as corpus
 from bakron.errors import RecipeError
-from bakron.job import Done, Job, StoredCodes, make_estimator, prepare
+from bakron.job import Done, Job, StoredCodes, make_estimator
 from bakron.job import device as device_of
+from bakron.job import prepare as load
 from bakron.models import load as models
 from bakron.plan import Plan, check_disk
 
@@ -99,23 +100,54 @@ def quantize(
         BakronError: Any of its subclasses; nothing is written for mistakes that can be found before the work starts.
     """
     with ranks.started():
-        return _quantize(model, out, recipe, progress, log, observe, overrides)
+        return _started(model, out, _recipe(recipe, overrides), _work, progress, log, observe)
 
 
-def _quantize(
+def prepare(
     model: str | Path,
     out: str | Path,
-    recipe: Recipe | str | Path | None,
-    progress: Progress | None,
-    log: Log | None,
-    observe: Observe | None,
-    overrides: dict[str, Any],
+    *,
+    recipe: Recipe | str | Path | None = None,
+    progress: Progress | None = None,
+    log: Log | None = None,
+    observe: Observe | None = None,
+    **overrides: Any,
 ) -> dict[str, Any]:
+    """Store the Hessian of every linear in a run's directory, for any number of `solve_shard` to round them; `quantize` with the same arguments ends the run.
+
+    Args:
+        model: Hugging Face directory, hub name, or GGUF file.
+        out: New or empty directory, or one with an unfinished run of the same recipe.
+        recipe: A recipe or the path of a YAML file, with inputs original.
+        progress: Called with (stage, done, total).
+        log: Called with one-line messages.
+        observe: Called with what happens, as in `quantize`.
+        **overrides: Fields of the recipe that win over it.
+
+    Returns:
+        `{"linears", "bytes"}`: how many linears, and the size of what is stored of them.
+
+    Raises:
+        RecipeError: The recipe's Hessians depend on rounded weights, such as with inputs quantized, or are chosen among.
+        BakronError: Any of its subclasses, as `quantize`.
+    """
+    with ranks.started():
+        resolved = _recipe(recipe, overrides)
+        shards.check(resolved)
+        return _started(model, out, resolved, _prepare, progress, log, observe)
+
+
+Work = Callable[[Job, Path, "Clock", float, Watch, list[str]], dict[str, Any]]
+
+
+def _started(
+    model: str | Path, out: str | Path, recipe: Recipe, work: Work, progress: Progress | None, log: Log | None, observe: Observe | None
+) -> dict[str, Any]:
+    """Look at everything that can be wrong, then do the work with the output directory held."""
     start = time.perf_counter()
     progress, observe = progress or (lambda *_: None), observe or (lambda _: None)
     warnings: list[str] = []
     log = _collecting(log or (lambda _: None), warnings)
-    recipe = _recipe(recipe, overrides)
     source = models.find(str(model))
     target = rundir.check_output(out)
     _same_run(target, recipe=recipe)
@@ -132,26 +164,39 @@ def _quantize(
 
     clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
     with clock.stage("load"):
-        job = prepare(source, recipe, log, target)
+        job = load(source, recipe, log, target)
         check_disk(job, target)
     observe({"blocks": len(job.walk), "tokens": 0 if job.used is None else job.used.numel()})
     ranks.meet()  # before anything is written, every process has found the output directory and the recipe fit to be used
     with rundir.held(target) if ranks.first() else nullcontext():
         try:
-            return _work(job, target, clock, start, Watch(shown, log, observe), warnings)
+            return work(job, target, clock, start, Watch(shown, log, observe), warnings)
         finally:  # while the directory is held: what another process has there is not ours to remove
             if ranks.first() and not rundir.worth_keeping(target):
                 rundir.discard(target)
 
 
+def _prepare(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warnings: list[str]) -> dict[str, Any]:
+    """Everything that `prepare` writes."""
+    check_disk(job, target, shards.size(job))
+    ranks.by_first(lambda: _begin(job, target))
+    linears = shards.store(job, target, clock, watch.progress, watch.log)
+    ranks.by_first(lambda: rundir.discard_scratch(target, "gradients", "spill"))
+    return {"linears": linears, "bytes": sum(file.stat().st_size for file in (target / rundir.FOLDER / "hessians").iterdir())}
+
+
 def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warnings: list[str]) -> dict[str, Any]:
-    """Everything that writes: rounds what is not rounded yet, then the checkpoint, then the records of a finished run."""
+    """Everything that `quantize` writes: rounds what is not rounded yet, then the checkpoint, then the records of a finished run."""
     sessions = ranks.by_first(lambda: _begin(job, target))
     done = Done(job, target, watch.log) if ranks.first() else None
-    count = ranks.told(done and done.count)
+    count, passes = ranks.told(done and done.count), None
     if count and count < len(job.walk):
         watch.log(f"going on with the run in {target}: {count} of {len(job.walk)} blocks are rounded")
-    passes = _round(job, target, clock, done, count, watch) if count < len(job.walk) else None
+    if count < len(job.walk) and ranks.by_first(lambda: shards.stored(target)):
+        with clock.stage("solve"):
+            shards.finish(job, target, done, count, watch.progress, watch.log, watch.observe)
+    elif count < len(job.walk):
+        passes = _round(job, target, clock, done, count, watch)
     return ranks.by_first(lambda: _finish(job, target, clock, start, watch, warnings, done, sessions, passes))
 
 

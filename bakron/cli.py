@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -97,6 +98,29 @@ def quantize(model: str, out: str, recipe: str | None, json_file: Path | None, q
         raise typer.Exit(FELL_BACK)
 
 
+def prepare(model: str, out: str, recipe: str | None, json_file: Path | None, quiet: bool, **flags: Any) -> None:
+    """For job arrays: store the Hessian of every linear in OUT. Then bakron solve OUT --shard i/n, any number of jobs, and bakron quantize as here to end the run.
+
+    Takes what bakron quantize takes, and needs --inputs original: other Hessians depend on weights that are rounded already. Cut short, the same command goes on.
+    """
+    from bakron import api
+    from bakron.display import Display
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    _check_json(json_file)
+    told = ranks.launched().rank == 0
+    with Display(quiet or not told) as display, _interruptible(display.progress, display.log) as progress:
+        try:
+            found = api.prepare(model, out, recipe=recipe, progress=progress, log=display.log, observe=display.observe, **given)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted. The same command goes on from here.") from None
+    if not told:
+        return
+    _write_json(json_file, found)
+    if not quiet and json_file != STDOUT:
+        typer.echo(f"{out}: Hessians of {found['linears']} linears, {found['bytes'] / 1e6:,.1f} MB; now bakron solve {out} --shard i/n")
+
+
 def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None, quiet: bool, **flags: Any) -> None:
     """Say what bakron quantize would take with the same arguments: memory by stage, disk, passes, time, and every problem that can be seen already.
 
@@ -115,6 +139,31 @@ def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None
         typer.echo(show(found))
     if found.problems:
         raise typer.Exit(1)
+
+
+@app.command()
+def solve(
+    run: Annotated[str, typer.Argument(help="Directory in which bakron prepare has stored Hessians.")],
+    shard: Annotated[str, typer.Option(metavar="i/n", help="Which of n shares to round, from 1/n to n/n.")],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
+) -> None:
+    """Round one of n shares of the linears of RUN from stored Hessians, for job arrays: at the same time as the others, in any order, on any machine that sees RUN.
+
+    Reads neither model nor text. A shard that was lost is repeated with the same command; what it had solved is passed over.
+    """
+    from bakron.display import Display
+    from bakron.shards import solve_shard
+
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", shard)
+    if not found:
+        raise RecipeError(f"--shard {shard}", "i/n with i from 1 to n, such as 1/4")
+    with Display(quiet) as display:
+        did = solve_shard(run, int(found[1]), int(found[2]), progress=display.progress, log=display.log, observe=display.observe)
+    if not quiet:
+        end = "; bakron quantize, as given to prepare, ends the run" if did["all_solved"] == did["all"] else ""
+        typer.echo(
+            f"{run}: shard {shard} is solved, {did['solved']} of its {did['linears']} linears now; {did['all_solved']} of all {did['all']} are{end}"
+        )
 
 
 @app.command()
@@ -384,6 +433,7 @@ for _function, _out, _needed, _told in (
         True,
         "the summary, as in OUT/bakron/summary.json,",
     ),
+    (prepare, "New or empty directory, or one with an unfinished run of the same recipe.", True, "what is stored"),
     (plan, "Where the run would go, to check the disk.", False, "the plan"),
 ):
     app.command()(_with_recipe_flags(_function, _out, _needed, _told))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -360,7 +360,10 @@ class Done:
 
     def keep(self, i: int, rounded: Mapping[str, Rounded]) -> None:
         """Store the next block."""
-        tensors, events = codes_of(rounded), [one.event for one in rounded.values()]
+        self.store(i, codes_of(rounded), [one.event for one in rounded.values()])
+
+    def store(self, i: int, tensors: Mapping[str, torch.Tensor], events: Sequence[Mapping[str, Any]]) -> None:
+        """Store the next block, of which these are the tensors of `codes_of` and the events."""
         rundir.write_tensors(rundir.codes_file(self._target, i), tensors, {"events": f"[{', '.join(map(rundir.line, events))}]"})
         for event in events:
             self._events.write(event)

@@ -109,10 +109,10 @@ def run(
         told: dict[str, dict[str, Any]] = {}
         gate: Heldout | None = None
         if estimator is not None and hidden is not None:
-            with clock.stage("hessian"), _finite(walk, i, hidden):
+            with clock.stage("hessian"), finite(walk, i, hidden):
                 krons = estimator.block(i, hidden)
                 gate = estimator.heldout(i) if recipe.chooses and isinstance(estimator, BackpropEstimator) else None
-                told = {name: _tell(estimator, name, krons[name], ids, gate, recipe) for name in krons}
+                told = {name: tell(estimator, name, krons[name], ids, gate, recipe) for name in krons}
         if hidden is not None and recipe.inputs == "original" and i + 1 < len(walk):
             with clock.stage("calibrate"):
                 hidden = walk.apply(i, hidden)
@@ -121,15 +121,15 @@ def run(
             for name in (name for name in walk.chosen(i) if owners[name] == ranks.rank()):
                 linear = linears[name]
                 whole, kron = f"{walk.prefix(i)}.{name}", krons.pop(name, None)
-                starved = kron is not None and isinstance(linear, Routed) and estimator.tokens[name] < FEW * linear.in_features
-                if starved:
+                alone = kron is not None and starved(linear, estimator.tokens[name])
+                if alone:
                     kron = Kron(torch.eye(linear.in_features))
-                if gate is None or kron is None or starved:
+                if gate is None or kron is None or alone:
                     rounded[name] = treat(linear, kron, recipe, dtype, whole)
                 else:
                     tried = candidates(kron, estimator.unweighted.get(name), recipe)
                     rounded[name] = round_best(linear, tried, recipe, dtype, whole, partial(gate.changes, name))
-                rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}) | ({"fallback": "nearest"} if starved else {}))
+                rounded[name].event.update({"block": i, "tokens": 0} | told.get(name, {}) | ({"fallback": "nearest"} if alone else {}))
                 rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
                 rounded[name].event["memory"] = memory()
                 observe(rounded[name].event)
@@ -160,8 +160,13 @@ def _exchanged(walk: Walk, i: int, rounded: dict[str, Rounded], observe: Callabl
     return found
 
 
+def starved(linear: Linear, tokens: int) -> bool:
+    """Whether a linear is one of an expert that too few tokens reach for a Hessian."""
+    return isinstance(linear, Routed) and tokens < FEW * linear.in_features
+
+
 @contextmanager
-def _finite(walk: Walk, i: int, hidden: Tensor) -> Iterator[None]:
+def finite(walk: Walk, i: int, hidden: Tensor) -> Iterator[None]:
     """Say, if a factor of block i cannot be made, whether and where activations are not finite."""
     try:
         yield
@@ -380,7 +385,7 @@ def _nearest_loss(W: Tensor, kron: Kron, grid: UniformGrid) -> float:
     return float((right * (E if kron.B is None else kron.B.times(E))).sum())  # float32 will do: it is for reading
 
 
-def _tell(estimator: Estimator, name: str, kron: Kron, ids: Tensor | None, heldout: Heldout | None, recipe: Recipe) -> dict[str, Any]:
+def tell(estimator: Estimator, name: str, kron: Kron, ids: Tensor | None, heldout: Heldout | None, recipe: Recipe) -> dict[str, Any]:
     """What events.jsonl tells of a linear's Hessian."""
     found: dict[str, Any] = {
         "tokens": estimator.tokens[name],

@@ -172,15 +172,20 @@ def free(target: Path) -> int:
     return shutil.disk_usage(target).free
 
 
-def check_disk(job: Job, target: Path) -> None:
+def check_disk(job: Job, target: Path, beside: int = 0) -> None:
     """Refuse a disk without room for the run.
+
+    Args:
+        job: What is to be done.
+        target: Where.
+        beside: Bytes of other files that are there while blocks are to be rounded.
 
     Raises:
         OutputError: There is not enough.
     """
     wanted, room = disk(job), free(target)
     rounded = all(rundir.codes_file(target, i).is_file() for i in range(len(job.walk)))
-    meanwhile = 0 if rounded else wanted["gradients"] + wanted["spill"]
+    meanwhile = 0 if rounded else wanted["gradients"] + wanted["spill"] + beside
     most = wanted["codes"] + max(wanted["checkpoint"], meanwhile)
     have = sum(file.stat().st_size for file in target.rglob("*") if file.is_file()) if target.is_dir() else 0  # of an unfinished run
     if most > room + have:
