@@ -7,14 +7,14 @@ import json
 import platform
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bakron import config, formats, ranks, rundir, shards
 from bakron import data as corpus
-from bakron.errors import RecipeError
+from bakron.errors import OutputError, RecipeError
 from bakron.job import Done, Job, StoredCodes, make_estimator
 from bakron.job import device as device_of
 from bakron.job import prepare as load
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
 Observe = Callable[[dict[str, Any]], None]
+LASTING = ("backward", "quantize", "store", "shard")  # stages each of whose steps leaves something on disk
 
 
 def plan(
@@ -137,20 +138,20 @@ def prepare(
         return _started(model, out, resolved, _prepare, progress, log, observe)
 
 
-Work = Callable[[Job, Path, "Clock", float, Watch, list[str]], dict[str, Any]]
+Work = Callable[[Job, Path, "Clock", Watch, list[str]], dict[str, Any]]
 
 
 def _started(
     model: str | Path, out: str | Path, recipe: Recipe, work: Work, progress: Progress | None, log: Log | None, observe: Observe | None
 ) -> dict[str, Any]:
     """Look at everything that can be wrong, then do the work with the output directory held."""
-    start = time.perf_counter()
+    begun = time.perf_counter()
     progress, observe = progress or (lambda *_: None), observe or (lambda _: None)
     warnings: list[str] = []
     log = _collecting(log or (lambda _: None), warnings)
     source = models.find(str(model))
     target = rundir.check_output(out)
-    _same_run(target, recipe=recipe)
+    seconds = dict((_same_run(target, recipe=recipe) or {}).get("seconds", {}))  # of earlier sessions
     if recipe.factors:
         rundir.check_store(recipe.factors)
     if recipe.method != "rtn":
@@ -158,11 +159,18 @@ def _started(
 
     from bakron.pipeline import Clock, memory
 
-    def shown(*step: Any) -> None:
-        observe({"memory": memory()})
-        progress(*step)
+    def note() -> None:
+        if ranks.first():
+            rundir.note(target, seconds={stage: round(value, 3) for stage, value in clock.so_far().items()})
 
-    clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
+    def shown(stage: str, *step: int) -> None:
+        observe({"memory": memory()})
+        if stage in LASTING:
+            note()
+        progress(stage, *step)
+
+    begun -= seconds.pop("total", 0.0)
+    clock = Clock(seconds, lambda stage: observe({"stage": stage, "memory": memory()}), begun)
     with clock.stage("load"):
         job = load(source, recipe, log, target)
         check_disk(job, target)
@@ -170,13 +178,15 @@ def _started(
     ranks.meet()  # before anything is written, every process has found the output directory and the recipe fit to be used
     with rundir.held(target) if ranks.first() else nullcontext():
         try:
-            return work(job, target, clock, start, Watch(shown, log, observe), warnings)
+            return work(job, target, clock, Watch(shown, log, observe), warnings)
         finally:  # while the directory is held: what another process has there is not ours to remove
             if ranks.first() and not rundir.worth_keeping(target):
                 rundir.discard(target)
+            with suppress(OutputError):  # what ended the work, such as a full disk, is what matters
+                note()
 
 
-def _prepare(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warnings: list[str]) -> dict[str, Any]:
+def _prepare(job: Job, target: Path, clock: Clock, watch: Watch, warnings: list[str]) -> dict[str, Any]:
     """Everything that `prepare` writes."""
     check_disk(job, target, shards.size(job))
     ranks.by_first(lambda: _begin(job, target))
@@ -185,7 +195,7 @@ def _prepare(job: Job, target: Path, clock: Clock, start: float, watch: Watch, w
     return {"linears": linears, "bytes": sum(file.stat().st_size for file in (target / rundir.FOLDER / "hessians").iterdir())}
 
 
-def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warnings: list[str]) -> dict[str, Any]:
+def _work(job: Job, target: Path, clock: Clock, watch: Watch, warnings: list[str]) -> dict[str, Any]:
     """Everything that `quantize` writes: rounds what is not rounded yet, then the checkpoint, then the records of a finished run."""
     sessions = ranks.by_first(lambda: _begin(job, target))
     done = Done(job, target, watch.log) if ranks.first() else None
@@ -194,17 +204,16 @@ def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warn
         watch.log(f"going on with the run in {target}: {count} of {len(job.walk)} blocks are rounded")
     if count < len(job.walk) and ranks.by_first(lambda: shards.stored(target)):
         with clock.stage("solve"):
-            shards.finish(job, target, done, count, watch.progress, watch.log, watch.observe)
+            shards.finish(job, target, done, count, clock, watch.progress, watch.log, watch.observe)
     elif count < len(job.walk):
         passes = _round(job, target, clock, done, count, watch)
-    return ranks.by_first(lambda: _finish(job, target, clock, start, watch, warnings, done, sessions, passes))
+    return ranks.by_first(lambda: _finish(job, target, clock, watch, warnings, done, sessions, passes))
 
 
 def _finish(
     job: Job,
     target: Path,
     clock: Clock,
-    start: float,
     watch: Watch,
     warnings: list[str],
     done: Done | None,
@@ -231,7 +240,7 @@ def _finish(
         watch.log(
             f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help"
         )
-    summary = _summary(job, done, exported, clock, time.perf_counter() - start) | {
+    summary = _summary(job, done, exported, clock.so_far()) | {
         "gradient_pass": passes,
         "passes": job.walk.runs,
         "rounded_to_nearest": done.nearest,
@@ -342,7 +351,7 @@ def _begin(job: Job, target: Path) -> int:
     what = {"model_sha256": job.fingerprint, "tokens_sha256": None if job.tokens is None else job.tokens.digest}
     found = _same_run(target, recipe=job.recipe, **what)
     sessions = 1 if found is None else int(found.get("sessions", 1)) + 1
-    record = {"recipe": job.recipe.model_dump(), **what, "sessions": sessions}
+    record = {"recipe": job.recipe.model_dump(), **what, "sessions": sessions, "seconds": (found or {}).get("seconds", {})}
     rundir.write_text(target / rundir.FOLDER / "run.json", json.dumps(record, indent=1))
     rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(job.recipe))
     return sessions
@@ -409,7 +418,7 @@ def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:
     return {"stored_bits_per_weight": round(bits, 4), "checks": checks}
 
 
-def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total: float) -> dict[str, Any]:
+def _summary(job: Job, done: Done, exported: dict[str, Any], spent: dict[str, float]) -> dict[str, Any]:
     import torch
 
     import bakron
@@ -417,15 +426,15 @@ def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total
 
     recipe = job.recipe
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
-    seconds = {stage: round(clock.seconds.get(stage, 0.0), 3) for stage in ("load", "calibrate", "hessian", "solve", "write")}
+    seconds = {stage: round(spent.get(stage, 0.0), 3) for stage in ("load", "calibrate", "hessian", "solve", "write", "total")}
     beside = formats.holds(recipe.format, recipe.gguf_type).beside or torch.finfo(job.scale_dtype).bits + (0 if recipe.symmetric else 8)
     return {
         "model": job.source.identity,
         "model_sha256": job.fingerprint,
         "recipe": recipe.model_dump(),
         "calibration": None if job.tokens is None else job.tokens.record(),
-        "seconds": seconds | {"total": round(total, 3)},
-        "core_share": round(clock.seconds.get("solve", 0.0) / total, 5),
+        "seconds": seconds,
+        "core_share": round(spent.get("solve", 0.0) / spent["total"], 5),
         "bits_per_weight": round(bits_per_weight(recipe.levels or 0, beside, done.quantized, done.scales), 4),
         **exported,
         "parameters": {

@@ -32,21 +32,28 @@ RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
 
 @dataclass
 class Clock:
-    """Seconds per stage, and since the clock was made; `entered` is called with a stage's name when it begins."""
+    """Seconds per stage, and since the clock was made or, set back, would have been; `entered` is called with a stage's name when it begins."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     entered: Callable[[str], None] = lambda _: None
     begun: float = field(default_factory=time.perf_counter)
+    under_way: dict[str, float] = field(default_factory=dict)
+
+    def so_far(self) -> dict[str, float]:
+        """Seconds per stage until now, and all of them in `total`."""
+        now = time.perf_counter()
+        stages = {name: self.seconds.get(name, 0.0) + now - self.under_way.get(name, now) for name in {**self.seconds, **self.under_way}}
+        return stages | {"total": now - self.begun}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time of a with statement to a stage."""
-        start = time.perf_counter()
+        self.under_way[name] = time.perf_counter()
         self.entered(name)
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - self.under_way.pop(name)
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,18 @@ def begun(out: Path) -> dict[str, Any] | None:
         found = json.loads(file.read_text("utf-8"))
         if not isinstance(found, dict) or not isinstance(found.get("recipe"), dict):
             raise ValueError("no recipe in it")
+        seconds = found.get("seconds", {})
+        if not isinstance(seconds, dict) or not all(isinstance(value, int | float) and 0 <= value < math.inf for value in seconds.values()):
+            raise ValueError("seconds that are none")
         return found
     except (OSError, ValueError) as error:
         raise OutputError(f"{file} cannot be read: {error}", "the record of an unfinished run", f"Remove {out} and start again") from error
+
+
+def note(out: Path, **facts: Any) -> None:
+    """Add facts to the record of the unfinished run in the output directory, if there is one."""
+    if (found := begun(out)) is not None:
+        write_text(out / FOLDER / "run.json", json.dumps(found | facts, indent=1))
 
 
 def same_run(out: Path, found: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -178,7 +178,7 @@ def solve_shard(
     return {"linears": len(mine), "solved": len(solved), "all": len(shapes), "all_solved": done}
 
 
-def finish(job: Job, target: Path, done: Done | None, count: int, progress: Progress, log: Log, observe: Observe) -> None:
+def finish(job: Job, target: Path, done: Done | None, count: int, clock: Clock, progress: Progress, log: Log, observe: Observe) -> None:
     """Round what no shard has rounded, each process of the run its share, and put the codes of blocks together.
 
     Args:
@@ -186,6 +186,7 @@ def finish(job: Job, target: Path, done: Done | None, count: int, progress: Prog
         target: Output directory, in which all Hessians are stored.
         done: Where blocks go; None on processes that do not write.
         count: Blocks that are there already.
+        clock: Receives the seconds of shards.
         progress: Called with ("quantize", blocks done, blocks).
         log: Called with one-line messages.
         observe: Called with a linear's event when this process rounds it.
@@ -205,11 +206,14 @@ def finish(job: Job, target: Path, done: Done | None, count: int, progress: Prog
     ranks.meet()  # every process has seen the same files
     if left:
         log(f"{len(left)} of {len(shapes)} linears are not solved by any shard yet, and are solved now")
-    _solve(target, _share(left, ranks.rank() + 1, ranks.size()), recipe, dtype, progress, log, observe)
+    _solve(target, _share(left, ranks.rank() + 1, ranks.size()), recipe, dtype, progress, log, observe, own=True)
     ranks.meet()
     for i in range(count, len(walk)) if done is not None else ():
         parts = [_solved(target, stem(i, name), log) for name in walk.chosen(i)]
-        done.store(i, {key: tensor for tensors, _ in parts for key, tensor in tensors.items()}, [event for _, event in parts])
+        done.store(i, {key: tensor for tensors, *_ in parts for key, tensor in tensors.items()}, [event for _, event, _ in parts])
+        of_shards = sum(seconds for *_, seconds in parts)
+        clock.seconds["solve"] = clock.seconds.get("solve", 0.0) + of_shards
+        clock.begun -= of_shards
         progress("quantize", i + 1, len(walk))
     ranks.meet()
 
@@ -301,8 +305,18 @@ def _read(file: Path) -> tuple[Kron, torch.Tensor, dict[str, Any]]:
     return Kron(torch.eye(W.shape[1]) if A is None else A, B), W, told
 
 
-def _solve(target: Path, stems: list[str], recipe: Recipe, dtype: torch.dtype, progress: Progress, log: Log, observe: Observe) -> list[str]:
-    """Round these linears but those that are solved; returns which."""
+def _solve(
+    target: Path,
+    stems: list[str],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    progress: Progress,
+    log: Log,
+    observe: Observe,
+    *,
+    own: bool = False,
+) -> list[str]:
+    """Round these linears but those that are solved; returns which. `own`: their seconds are counted by the run itself, not with their codes."""
     from torch import nn
 
     from bakron.pipeline import memory, ready, round_linear
@@ -315,26 +329,29 @@ def _solve(target: Path, stems: list[str], recipe: Recipe, dtype: torch.dtype, p
             raise OutputError(f"{file} is missing", WHOLE, AGAIN)
         with rundir.alone(file):  # two shards of different numbers may share a linear
             if not _solved(target, one, log):
+                start = time.perf_counter()
                 kron, W, told = _read(file)
                 linear = nn.Linear(W.shape[1], W.shape[0], bias=False, device="meta")  # draws nothing
                 linear.weight = nn.Parameter(W, requires_grad=False)
                 rounded = round_linear(linear, kron, recipe, dtype, told["linear"])
                 event = rounded.event | told | {"elapsed": round(time.perf_counter() - begun, 3), "memory": memory()}
                 tensors = codes_of({one.split(".", 1)[1]: rounded})
-                rundir.write_tensors(solved_file(target, one), tensors, {"event": rundir.line(event)})
+                spent = 0.0 if own else round(time.perf_counter() - start, 3)
+                rundir.write_tensors(solved_file(target, one), tensors, {"event": rundir.line(event), "seconds": str(spent)})
                 observe(event)
                 solved.append(one)
         progress("shard", number, len(stems))
     return solved
 
 
-def _solved(target: Path, one: str, log: Log) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-    """Codes and event of a linear, if they are there and whole."""
+def _solved(target: Path, one: str, log: Log) -> tuple[dict[str, torch.Tensor], dict[str, Any], float] | None:
+    """Codes and event of a linear, and the seconds of the shard that solved it, if they are there and whole."""
     file = solved_file(target, one)
     if not file.is_file():
         return None
     try:
-        return rundir.read_tensors(file, "the codes of a linear"), json.loads(rundir.read_metadata(file)["event"])
+        tensors, told = rundir.read_tensors(file, "the codes of a linear"), rundir.read_metadata(file)
+        return tensors, json.loads(told["event"]), float(told["seconds"])
     except (OutputError, KeyError, ValueError) as error:
         log(f"{error if isinstance(error, OutputError) else f'{file} has no event.'} This linear is solved again")
         return None
