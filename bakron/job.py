@@ -170,7 +170,7 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path) -> J
     if tokens is not None and len(tokens.ids) - (held_out(len(tokens.ids)) if recipe.chooses else 0) < ranks.size():
         raise RecipeError(f"{ranks.size()} processes for {len(tokens.ids)} sequences", "one at least for each", "Use fewer processes")
     dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)
-    widest = max(linear.in_features for linear in walk.linears(0).values())
+    widest = max(walk.linears(i)[name].in_features for i in range(len(walk)) for name in walk.chosen(i))
     if tokens is not None and tokens.ids.numel() < widest:
         log(
             f"warning: {tokens.ids.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest linear; more sequences would help"
@@ -235,6 +235,7 @@ def make_estimator(job: Job, target: Path, progress: Progress, log: Log = lambda
         **common,
         held=job.held,
         gate=recipe.gate,
+        every=recipe.factors is not None,
         boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
         progress=progress,
     )

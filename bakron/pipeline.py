@@ -115,7 +115,7 @@ def run(
         krons: dict[str, Kron] = {}
         told: dict[str, dict[str, Any]] = {}
         gate: Heldout | None = None
-        if estimator is not None and hidden is not None:
+        if estimator is not None and hidden is not None and walk.chosen(i):
             with clock.stage("hessian"), finite(walk, i, hidden):
                 krons = estimator.block(i, hidden)
                 gate = estimator.heldout(i) if recipe.chooses and isinstance(estimator, BackpropEstimator) else None

@@ -125,7 +125,8 @@ def _content(
     check_content(format, loaded.config, tokenizer, source)
     walk = Walk(loaded, 2, weights=weights)
     walk.choose(recipe.include, recipe.exclude)
-    formats.check_shapes(format, gguf_type, {name: tuple(walk.linears(0)[name].weight.shape) for name in walk.chosen(0)})
+    shapes = {f"{walk.prefix(i)}.{name}": tuple(walk.linears(i)[name].weight.shape) for i in range(len(walk)) for name in walk.chosen(i)}
+    formats.check_shapes(format, gguf_type, shapes)
     linears = stored_linears(walk, StoredCodes(origin, recipe))
     return Content(loaded, weights, tokenizer, source, dtype, linears, [*walk.layout.ignored, *sorted(walk.excluded)])
 

@@ -18,7 +18,7 @@ process alone would have written. Only the gradient to go on from is kept by eac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -88,6 +88,7 @@ def gradient_pass(
     dtype: torch.dtype = torch.float32,
     slots: int | None = None,
     key: str = "",
+    every: bool = False,
     progress: Progress,
 ) -> dict[str, int]:
     """Forward to the head, then back block by block; one file a block in `store`. A pass that was cut short there goes on from the last block that is done.
@@ -106,6 +107,7 @@ def gradient_pass(
         dtype: Of products and sums.
         slots: Block inputs kept at once, from `slots_in`; None keeps all.
         key: Identifies the pass; one of another key is not gone on with.
+        every: Keep what every linear needs, and not only those that are to be quantized.
         progress: Called with (stage, done, total).
 
     Returns:
@@ -141,7 +143,8 @@ def gradient_pass(
             gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None, samples, rows)
             keep_left(store, key, i, gradient)
             return
-        tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:, :used], weighting, clip=clip, skip=skip, dtype=dtype)
+        names = list(walk.linears(i)) if every else walk.chosen(i)
+        tensors, at_input = block_moments(walk, i, inputs[:used], gradient[:, :used], weighting, names, clip=clip, skip=skip, dtype=dtype)
         if held:
             tensors |= {"heldout.inputs": ranks.joined(inputs[used:], 0), "heldout.gradient": ranks.joined(gradient[:, used:], 0, dim=1)}
             whole = walk.room.empty_like(gradient)
@@ -223,6 +226,7 @@ def block_moments(
     inputs: Tensor,
     gradient: Tensor,
     weighting: Weighting,
+    names: Collection[str] | None = None,
     *,
     clip: float | None = None,
     skip: int = 0,
@@ -236,6 +240,7 @@ def block_moments(
         inputs: `[N, T, d]` on the CPU, of this process.
         gradient: At the block's output, `[samples, N, T, d]` on the CPU.
         weighting: The factorisation.
+        names: Of the linears; None for those that are to be quantized.
         clip: Quantile of weights, or None.
         skip: First tokens of each sequence that do not count.
         dtype: Of products and sums; that of the inputs if it is wider.
@@ -248,7 +253,7 @@ def block_moments(
     Raises:
         ModelError: A gradient is not finite.
     """
-    linears = walk.linears(i)
+    linears = {name: walk.linears(i)[name] for name in (walk.chosen(i) if names is None else names)}
     dtype = torch.promote_types(inputs.dtype, dtype)
     steps: dict[str, Step] = {}
     for k in range(weighting.steps):
@@ -268,7 +273,7 @@ def block_moments(
         weights, sizes, tokens, at_input = _add_all(walk, i, inputs, gradient, steps, skip)
         if bad := [name for name, step in steps.items() if not step.finite]:
             raise ModelError(
-                f"gradients are not finite, first at {_first_bad(walk, i, inputs, gradient) or f'{walk.prefix(i)}.{bad[0]}'}",
+                f"gradients are not finite, first at {_first_bad(walk, i, inputs, gradient, bad) or f'{walk.prefix(i)}.{bad[0]}'}",
                 "finite gradients",
                 "Use float32 and check the model on this text first",
             )
@@ -311,11 +316,11 @@ def _add_all(
             sizes[name][rows, skip:] += size.cpu()
             weights[name][rows, skip:] += a.cpu()
 
-    return weights, sizes, tokens, block_gradients(walk, i, inputs, gradient, visit)
+    return weights, sizes, tokens, block_gradients(walk, i, inputs, gradient, visit, steps)
 
 
-def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor) -> str | None:
-    """The linear of block i that is the first, going backward, whose gradient is not finite, in the first sequence where that is so."""
+def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, names: Collection[str]) -> str | None:
+    """Of these linears of block i the one that is the first, going backward, whose gradient is not finite, in the first sequence where that is so."""
     found: list[tuple[int, int, str]] = []
 
     def visit(rows: slice, name: str, _x: Tensor, g: Tensor) -> None:
@@ -323,7 +328,7 @@ def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor) -> str | No
         if bool(bad.any()):
             found.append((rows.start + int(bad.nonzero()[0]), -list(walk.linears(i)).index(name), name))
 
-    block_gradients(walk, i, inputs, gradient, visit)
+    block_gradients(walk, i, inputs, gradient, visit, names)
     return f"{walk.prefix(i)}.{min(found)[2]} in sequence {min(found)[0]}{ranks.whose()}" if found else None
 
 
@@ -334,7 +339,7 @@ def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dic
     def visit(_rows: slice, name: str, x: Tensor, g: Tensor) -> None:
         found[name].append(steps[name].weights(x[:, skip:], g[:, skip:]))
 
-    block_gradients(walk, i, inputs, gradient, visit)
+    block_gradients(walk, i, inputs, gradient, visit, steps)
     for name in found:
         pairs = [pair for part in ranks.gather(found[name]) for pair in part]
         steps[name].limits = (
@@ -343,7 +348,14 @@ def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: dic
         )
 
 
-def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit: Callable[[slice, str, Tensor, Tensor], None]) -> Tensor:
+def block_gradients(
+    walk: Walk,
+    i: int,
+    inputs: Tensor,
+    gradient: Tensor,
+    visit: Callable[[slice, str, Tensor, Tensor], None],
+    names: Collection[str] | None = None,
+) -> Tensor:
     """Recompute block i from its inputs and take the gradient back through it.
 
     Args:
@@ -352,11 +364,12 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
         inputs: `[N, T, d]` on the CPU.
         gradient: At the block's output, `[samples, N, T, d]` on the CPU.
         visit: Called for each batch, sample and linear with (sequences, linear, its inputs `[b, T, n]`, the gradient at its outputs `[b, T, m]`), on the device.
+        names: Of the linears; None for those that are to be quantized.
 
     Returns:
         The gradient at the block's input, `[samples, N, T, d]` on the CPU.
     """
-    linears = walk.linears(i)
+    linears = {name: walk.linears(i)[name] for name in (walk.chosen(i) if names is None else names)}
     result = walk.room.empty_like(gradient)
     walk.runs["backward"] += len(gradient)
     seen: dict[str, tuple[Tensor, Tensor]] = {}

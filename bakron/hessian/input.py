@@ -98,7 +98,7 @@ def input_moments(
     skip: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Gram]:
-    """`sum_t w_t x_t x_t^T` for every linear of block i.
+    """`sum_t w_t x_t x_t^T` for every linear of block i that is to be quantized.
 
     Args:
         walk: The model.
@@ -112,8 +112,8 @@ def input_moments(
     Returns:
         Gram per linear that falls to this process, over the sequences of all processes, with the tokens' `sizes [b, T - skip]`.
     """
-    linears, seen = walk.linears(i), dict[str, Tensor]()
-    shared_inputs = [group for names in walk.shared_inputs(i) if (group := [name for name in names if name not in without])]
+    linears, seen, wanted = walk.linears(i), dict[str, Tensor](), set(walk.chosen(i)) - set(without)
+    shared_inputs = [group for names in walk.shared_inputs(i) if (group := [name for name in names if name in wanted])]
     dtype = torch.promote_types(inputs.dtype, dtype)
     grams: dict[str, Gram] = {}
     for names in shared_inputs:
