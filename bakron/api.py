@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, formats, ranks, rundir, shards
+from bakron import config, formats, ranks, recipes, rundir, shards
 from bakron import data as corpus
 from bakron.errors import OutputError, RecipeError
 from bakron.job import Done, Job, StoredCodes, make_estimator
@@ -353,7 +353,7 @@ def _begin(job: Job, target: Path) -> int:
     sessions = 1 if found is None else int(found.get("sessions", 1)) + 1
     record = {"recipe": job.recipe.model_dump(), **what, "sessions": sessions, "seconds": (found or {}).get("seconds", {})}
     rundir.write_text(target / rundir.FOLDER / "run.json", json.dumps(record, indent=1))
-    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(job.recipe))
+    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", recipes.dump(job.recipe))
     return sessions
 
 
@@ -396,8 +396,8 @@ def _collecting(log: Log, warnings: list[str]) -> Log:
 
 def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Recipe:
     if recipe is None or isinstance(recipe, str | Path):
-        return config.load(recipe, **overrides).resolve()
-    return config.override(recipe.model_dump(exclude_unset=True), overrides).resolve()
+        return recipes.load(recipe, **overrides).resolve()
+    return recipes.override(recipe.model_dump(exclude_unset=True), overrides).resolve()
 
 
 def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:

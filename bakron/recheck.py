@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, rundir
+from bakron import recipes, rundir
 from bakron.errors import DataError, ModelError, OutputError
 from bakron.job import Job, StoredCodes, make_estimator, prepare
 from bakron.models import load as models
@@ -53,7 +53,7 @@ def certify_run(
 
     target = Path(run).expanduser()
     summary, events = read_records(target)
-    recipe = config.load(target / rundir.FOLDER / "recipe.yaml").resolve()
+    recipe = recipes.load(target / rundir.FOLDER / "recipe.yaml").resolve()
     if recipe.refit or recipe.polish:
         raise OutputError(
             f"{target} is a run with {'refit' if recipe.refit else 'polish'}, after which values are no nearest-plane rounding any more",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, formats, rundir
+from bakron import formats, recipes, rundir
 from bakron.errors import ModelError, OutputError, RecipeError
 from bakron.job import StoredCodes, stored_linears
 from bakron.models import load as models
@@ -56,7 +56,7 @@ def export_run(
     log = log or (lambda _: None)
     origin, target = Path(run).expanduser(), Path(out).expanduser()
     summary, _ = read_records(origin)
-    recipe = config.load(origin / rundir.FOLDER / "recipe.yaml").resolve()
+    recipe = recipes.load(origin / rundir.FOLDER / "recipe.yaml").resolve()
     gguf_type = _settled(recipe, format, gguf_type)
     _check_target(origin, target)
 
@@ -85,9 +85,9 @@ def export_run(
 def _settled(recipe: Recipe, format: str, gguf_type: str | None) -> str | None:
     """The type of GGUF tensors; refuses a format that cannot hold the run's grids."""
     if format not in formats.FORMATS and format != "gguf":
-        raise RecipeError(f"format {format!r}", config.allowed("format"))
+        raise RecipeError(f"format {format!r}", recipes.allowed("format"))
     if gguf_type is not None and gguf_type not in formats.GGUF_TYPES:
-        raise RecipeError(f"gguf_type {gguf_type!r}", config.allowed("gguf_type"))
+        raise RecipeError(f"gguf_type {gguf_type!r}", recipes.allowed("gguf_type"))
     if gguf_type is not None and format != "gguf":
         raise RecipeError(f"gguf_type {gguf_type} with format {format}", "format gguf")
     levels, own = recipe.levels or 0, formats.holds(recipe.format, recipe.gguf_type).form

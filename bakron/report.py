@@ -191,9 +191,9 @@ def _parse(where: str, text: str, kind: type[Any]) -> Any:
 
 
 def _recipe(file: Path) -> dict[str, Any]:
-    from bakron import config
+    from bakron import recipes
 
-    return config.load(file).model_dump() if file.is_file() else {}
+    return recipes.load(file).model_dump() if file.is_file() else {}
 
 
 def kinds(runs: Sequence[Run]) -> list[str]:

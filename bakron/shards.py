@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, ranks, rundir
+from bakron import ranks, recipes, rundir
 from bakron.errors import OutputError, RecipeError
 from bakron.job import Done, Job, codes_of, make_estimator
 
@@ -244,7 +244,7 @@ def _read_manifest(target: Path) -> tuple[Recipe, torch.dtype, dict[str, tuple[i
         dtype = {str(one): one for one in (torch.float16, torch.bfloat16, torch.float32)}[f"torch.{told['scale_dtype']}"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{file} is damaged: {error!r}", "a manifest as bakron prepare leaves it", AGAIN) from error
-    return config.from_dict(begun["recipe"]).resolve(), dtype, shapes
+    return recipes.from_dict(begun["recipe"]).resolve(), dtype, shapes
 
 
 def _shapes(job: Job) -> dict[str, tuple[int, int]]:

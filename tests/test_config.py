@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bakron import config
-from bakron.config import Recipe, from_dict
+from bakron import config, recipes
+from bakron.config import Recipe
 from bakron.errors import RecipeError
+from bakron.recipes import from_dict
 
 METHODS = ["rtn", "gptq", "bakron"]
 
@@ -114,8 +115,8 @@ def test_resolved_recipe_survives_the_file_and_resolves_to_itself(tmp_path_facto
     except RecipeError:
         return
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    path.write_text(config.dump(recipe), encoding="utf-8")
-    again = config.load(path)
+    path.write_text(recipes.dump(recipe), encoding="utf-8")
+    again = recipes.load(path)
     assert again == recipe == again.resolve()
 
 
@@ -288,7 +289,7 @@ def test_all_wrong_entries_at_once():
 def test_every_field_explains_itself(name):
     field = Recipe.model_fields[name]
     assert field.description and len(field.description) > 20 and field.description.endswith((".", "..."))
-    assert config.allowed(name)
+    assert recipes.allowed(name)
 
 
 # --- the file ---------------------------------------------------------------------------------------
@@ -297,17 +298,17 @@ def test_every_field_explains_itself(name):
 def test_file_and_overrides(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("method: gptq\nbits: 3\ndamp_a: 1e-2\n")
-    recipe = config.load(path, seed=3)
+    recipe = recipes.load(path, seed=3)
     assert (recipe.method, recipe.bits, recipe.damp_a, recipe.seed) == ("gptq", 3, 0.01, 3)
-    assert config.load(path, method="bakron").method == "bakron"
-    assert config.load(path, levels=7).resolve().levels == 7, "levels given on top displace the file's bits"
-    assert config.load(None, levels=7) == Recipe(levels=7)
+    assert recipes.load(path, method="bakron").method == "bakron"
+    assert recipes.load(path, levels=7).resolve().levels == 7, "levels given on top displace the file's bits"
+    assert recipes.load(None, levels=7) == Recipe(levels=7)
 
 
 def test_empty_file_is_the_defaults(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("# nothing\n")
-    assert config.load(path) == Recipe()
+    assert recipes.load(path) == Recipe()
 
 
 @pytest.mark.parametrize(
@@ -326,18 +327,18 @@ def test_empty_file_is_the_defaults(tmp_path):
 def test_bad_file(tmp_path, content, message):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(content)
-    assert re.search(message, refusal(config.load, path))
+    assert re.search(message, refusal(recipes.load, path))
 
 
 def test_missing_file_and_directory(tmp_path):
-    assert refusal(config.load, tmp_path / "no.yaml").startswith(f"there is no recipe file {tmp_path / 'no.yaml'}")
-    assert f"the recipe file {tmp_path} cannot be read: Is a directory" in refusal(config.load, tmp_path)
+    assert refusal(recipes.load, tmp_path / "no.yaml").startswith(f"there is no recipe file {tmp_path / 'no.yaml'}")
+    assert f"the recipe file {tmp_path} cannot be read: Is a directory" in refusal(recipes.load, tmp_path)
 
 
 def test_wrong_override_does_not_blame_the_file(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("bits: 3\n")
-    assert refusal(config.load, path, seed=-1) == "seed is -1; expected a whole number from 0 to 9223372036854775807."
+    assert refusal(recipes.load, path, seed=-1) == "seed is -1; expected a whole number from 0 to 9223372036854775807."
 
 
 def test_recipe_error_keeps_its_parts():

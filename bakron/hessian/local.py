@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from bakron import ranks
-from bakron.config import LOCAL_FACTORS
 from bakron.errors import RecipeError
 from bakron.hessian.factor import FACTORS, Gram, Weighting
 from bakron.hessian.input import collected, input_factors, input_moments, input_outliers, refuse_second_use
@@ -37,6 +36,7 @@ from bakron.models.attention import Attention
 from bakron.models.layout import layout_of
 from bakron.models.linears import Routed
 from bakron.models.walk import Walk
+from bakron.resolution import LOCAL_FACTORS
 
 Seen = dict[str, tuple[Tensor, Tensor]]
 
