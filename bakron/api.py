@@ -237,9 +237,8 @@ def _finish(
         named = ", ".join(f"{name} ({how})" for name, how in done.fallbacks.items())
         watch.log(f"warning: {len(done.fallbacks)} linears were rounded without a factor that could not be used: {named}")
     if done.raised:
-        watch.log(
-            f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help"
-        )
+        count = f"{done.raised} {'linear' if done.raised == 1 else 'linears'}"
+        watch.log(f"warning: damping had to be raised for {count} (damping_raised in events.jsonl); more sequences would help")
     summary = _summary(job, done, exported, clock.so_far()) | {
         "gradient_pass": passes,
         "passes": job.walk.runs,
@@ -395,9 +394,8 @@ def _collecting(log: Log, warnings: list[str]) -> Log:
 
 
 def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Recipe:
-    if recipe is None or isinstance(recipe, str | Path):
-        return recipes.load(recipe, **overrides).resolve()
-    return recipes.override(recipe.model_dump(exclude_unset=True), overrides).resolve()
+    source = recipe if recipe is None or isinstance(recipe, str | Path) else recipe.model_dump(exclude_unset=True)
+    return recipes.resolved(source, overrides)
 
 
 def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from bakron import __version__, ranks
+from bakron import __version__, ranks, rundir
 from bakron.config import Format, GgufType, Recipe
 from bakron.errors import BakronError, OutputError, RecipeError
 
@@ -118,7 +118,9 @@ def prepare(model: str, out: str, recipe: str | None, json_file: Path | None, qu
         return
     _write_json(json_file, found)
     if not quiet and json_file != STDOUT:
-        typer.echo(f"{out}: Hessians of {found['linears']} linears, {found['bytes'] / 1e6:,.1f} MB; now bakron solve {out} --shard i/n")
+        typer.echo(
+            f"{out}: Hessians of {_many(found['linears'], 'linear')}, {found['bytes'] / 1e6:,.1f} MB; now bakron solve {out} --shard i/n"
+        )
 
 
 def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None, quiet: bool, **flags: Any) -> None:
@@ -135,8 +137,11 @@ def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None
     with Display(quiet) as display:
         found = api.plan(model, out, recipe=recipe, log=display.log, **given)
     _write_json(json_file, asdict(found))
-    if json_file != STDOUT:
+    if json_file != STDOUT and not quiet:
         typer.echo(show(found))
+    elif quiet:
+        for problem in found.problems:
+            typer.echo(f"problem: {problem}", err=True)
     if found.problems:
         raise typer.Exit(1)
 
@@ -230,11 +235,14 @@ def certify(
     with Display(quiet) as display:
         found = certify_run(run, model=model, progress=display.progress, log=display.log)
     typer.echo(
-        f"{found['violations']} violations in {found['weights']:,} weights of {found['linears']} linears; largest gap "
+        f"{_many(found['violations'], 'violation')} in {found['weights']:,} weights of {_many(found['linears'], 'linear')}; largest gap "
         f"{found['max_gap']:.2e} of a step, at {found['worst']}"
     )
     if found["differing"]:
-        typer.echo(f"{len(found['differing'])} linears of the checkpoint are not what their codes say, first {found['differing'][0]}")
+        count = len(found["differing"])
+        typer.echo(
+            f"{_many(count, 'linear')} of the checkpoint {'is' if count == 1 else 'are'} not as the codes say, first {found['differing'][0]}"
+        )
     if found["violations"] or found["differing"]:
         raise typer.Exit(1)
 
@@ -273,7 +281,7 @@ def report(
     from bakron.report import write
 
     write(runs, out)
-    typer.echo(f"{out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {out.expanduser().stat().st_size:,} bytes")
+    typer.echo(f"{out}: {_many(len(runs), 'run')}, {out.expanduser().stat().st_size:,} bytes")
 
 
 bench = typer.Typer(help="Time bakron on this machine.", no_args_is_help=True)
@@ -308,8 +316,13 @@ def _size(text: str) -> int | tuple[int, int]:
     return int(parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
 
 
+def _many(count: int, what: str) -> str:
+    """A count and a noun that agree."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _check_json(json_file: Path | None) -> None:
-    if json_file is not None and json_file != STDOUT and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+    if json_file is not None and json_file != STDOUT and (rundir.path_of(json_file).is_dir() or not json_file.absolute().parent.is_dir()):
         raise OutputError(f"--json {json_file} cannot be written", "a file in an existing directory")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -107,12 +108,42 @@ def load(path: str | Path | None = None, **overrides: Any) -> Recipe:
     Raises:
         RecipeError: The file cannot be read, is not YAML, is not a mapping, or says something that is not allowed.
     """
-    values = {} if path is None else _read(Path(path))
+    return override({} if path is None else _values(path), overrides)
+
+
+def resolved(source: str | Path | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> Recipe:
+    """A recipe some of whose fields are overridden, resolved.
+
+    Args:
+        source: A YAML file; plain values; or None for the defaults.
+        overrides: As for `load`.
+
+    Raises:
+        RecipeError: As `load` and `Recipe.resolve`. Of settings that contradict others, those that are the source's are named as such.
+    """
+    where = source if isinstance(source, str | Path) else "the recipe"
+    values = dict(source) if isinstance(source, Mapping) else {} if source is None else _values(source)
+    recipe = override(values, overrides)
+    try:
+        return recipe.resolve()
+    except RecipeError as error:
+        blamed = set(re.findall(r"\w+", error.saw))
+        names = [name for name, value in values.items() if name in blamed and name not in overrides and value not in (None, False)]
+        if not (names and overrides):
+            raise
+        told = " and ".join(f"{name} {json.dumps(values[name])}" for name in names)
+        do = f"{error.do}. " if error.do else ""
+        raise RecipeError(error.saw, error.expected, f"{do}{where} says {told}: change it there, or leave that recipe out") from None
+
+
+def _values(path: str | Path) -> dict[str, Any]:
+    """What a file says, which must be a recipe by itself."""
+    values = _read(Path(path))
     try:
         from_dict(values)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error.saw}", error.expected, error.do) from None
-    return override(values, overrides)
+    return values
 
 
 def override(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
@@ -132,6 +163,7 @@ def _read(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
+        path = path.expanduser()
         if path.stat().st_size > SIZE_LIMIT:
             raise RecipeError(f"{path} has {path.stat().st_size:,} bytes", f"a recipe, at most {SIZE_LIMIT:,}")
         text = path.read_text(encoding="utf-8-sig")
@@ -144,12 +176,17 @@ def _read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is not UTF-8 text: bad byte at offset {error.start}", "a YAML file") from None
     except OSError as error:
-        raise RecipeError(f"the recipe file {path} cannot be read: {error.strerror}", "a YAML file") from None
+        raise RecipeError(f"the recipe file {_short(path)} cannot be read: {error.strerror}", "a YAML file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         raise RecipeError(f"{where}: not YAML ({getattr(error, 'problem', None) or error})", "lines of the form `key: value`") from None
-    except (ValueError, TypeError, RecursionError) as error:  # no number or date, a mapping as a key, lists in lists in lists
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+        RuntimeError,
+    ) as error:  # the home of nobody, no number or date, a mapping as a key, lists in lists in lists
         raise RecipeError(f"{path} holds a value that cannot be read: {error}", "lines of the form `key: value`") from None
     if values is None:
         return {}
@@ -157,6 +194,10 @@ def _read(path: Path) -> dict[str, Any]:
         kind = "a list" if isinstance(values, list) else "a single value"
         raise RecipeError(f"{path}, line 1: the recipe is {kind}", "a mapping, lines of the form `key: value`")
     return {str(key): value for key, value in values.items()}
+
+
+def _short(path: Path) -> str:
+    return str(path) if len(str(path)) <= SHOWN else f"{str(path)[:SHOWN]}..."
 
 
 def _refuse_bombs(text: str) -> None:

@@ -54,7 +54,7 @@ def export_run(
         ModelError: The model's weights are not those that the run started from, or the format has no words for it.
     """
     log = log or (lambda _: None)
-    origin, target = Path(run).expanduser(), Path(out).expanduser()
+    origin, target = rundir.path_of(run), rundir.path_of(out)
     summary, _ = read_records(origin)
     recipe = recipes.load(origin / rundir.FOLDER / "recipe.yaml").resolve()
     gguf_type = _settled(recipe, format, gguf_type)

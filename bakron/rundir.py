@@ -34,13 +34,30 @@ DTYPES = {
 }  # fmt: skip
 
 
+def path_of(name: str | Path) -> Path:
+    """A path as a user gives it, `~` being the home directory.
+
+    Raises:
+        OutputError: No file can have that name.
+    """
+    try:
+        path = Path(name).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            path.lstat()
+        return path
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, the home of nobody
+        shown = f"{str(name)[:80]!r}{'...' if len(str(name)) > 80 else ''}"
+        why = getattr(error, "strerror", None) or error
+        raise OutputError(f"{shown} is no path that can be used: {why}", "a file or directory", "Choose another path") from error
+
+
 def check_output(out: str | Path) -> Path:
     """The output directory must be absent, empty or hold an unfinished run, and be writable.
 
     Raises:
         OutputError: It is not.
     """
-    path = Path(out).expanduser()
+    path = path_of(out)
     if path.exists() and not path.is_dir():
         raise OutputError(f"{out} is a file", "a new or empty directory", "Choose another output directory")
     if (path / FOLDER / "summary.json").exists():
@@ -167,7 +184,7 @@ def check_store(path: str | Path) -> None:
     Raises:
         OutputError: It is not.
     """
-    _check_writable(Path(path).expanduser())
+    _check_writable(path_of(path))
 
 
 def _check_writable(path: Path) -> None:

@@ -167,7 +167,7 @@ def solve_shard(
         OutputError: There are no stored Hessians, one is damaged, the run is finished, or another command works on it.
         FactorError: A factor stays indefinite at the largest damping.
     """
-    target, log = Path(run).expanduser(), log or (lambda _: None)
+    target, log = rundir.path_of(run), log or (lambda _: None)
     if not 1 <= shard <= shards:
         raise RecipeError(f"shard {shard}/{shards}", "i/n with i from 1 to n, such as 1/4")
     recipe, dtype, shapes = _read_manifest(target)

@@ -1,4 +1,5 @@
 import re
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -144,7 +145,7 @@ def test_presets_are_short_for_settings_and_give_way_to_those_given():
     )
     assert from_dict({"method": "yaqa", "damp_b": 1.0, "factor": "kfac"}).resolve().damp_b == 1.0
     assert from_dict({"method": "bakron-backprop", "factor": "kl"}).resolve().factor == "kl"
-    assert config.PRESETS.keys() | {"rtn", "gptq", "bakron"} == set(config.get_args(config.Method))
+    assert config.PRESETS.keys() | {"rtn", "gptq", "bakron"} == set(get_args(config.Method))
 
 
 # --- choices that would do nothing ----------------------------------------------------------------
@@ -303,6 +304,24 @@ def test_file_and_overrides(tmp_path):
     assert recipes.load(path, method="bakron").method == "bakron"
     assert recipes.load(path, levels=7).resolve().levels == 7, "levels given on top displace the file's bits"
     assert recipes.load(None, levels=7) == Recipe(levels=7)
+
+
+def test_settings_of_the_file_that_the_command_line_makes_idle_are_named_as_the_files(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("method: bakron\ndamp_b: 0.5\nlabels: sampled\nskip_first: false\npolish: null\n")
+    told = refusal(recipes.resolved, path, {"method": "gptq"})
+    assert told == (
+        "labels would do nothing with hessian input, which takes no gradients. Drop labels, or choose hessian backprop. "
+        f'{path} says labels "sampled": change it there, or leave that recipe out.'
+    )
+    told = refusal(recipes.resolved, path, {"method": "rtn", "seed": 1})
+    assert told.startswith("damp_b and labels would do nothing with method rtn") and f'{path} says damp_b 0.5 and labels "sampled":' in told
+    assert recipes.resolved(path, {"method": "gptq", "hessian": "backprop", "damp_b": None}).method == "gptq"
+    # what is wrong by itself, or on the command line alone, is nobody else's fault
+    assert "says" not in refusal(recipes.resolved, path, {"samples": 2, "labels": "empirical"})
+    assert str(path) not in refusal(recipes.resolved, None, {"method": "rtn", "gate": True})
+    told = refusal(recipes.resolved, {"method": "bakron", "damp_b": 0.5}, {"method": "gptq"})
+    assert told.endswith("the recipe says damp_b 0.5: change it there, or leave that recipe out.")
 
 
 def test_empty_file_is_the_defaults(tmp_path):

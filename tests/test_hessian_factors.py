@@ -214,14 +214,14 @@ def test_recipe_and_table_know_the_same_names():
 def test_unknown_names_are_refused_with_the_known_ones(name):
     with pytest.raises(ValueError, match="shampoo:K and kl:K"):
         weighting(name)
-    with pytest.raises(config.RecipeError) as caught:
+    with pytest.raises(RecipeError) as caught:
         recipes.from_dict({"factor": name})
     assert "kfac, shampoo, shampoo:K, mixed, sequence, kl or kl:K (K = 1 to 99 steps)" in str(caught.value)
 
 
 def test_sequence_goes_with_original_inputs():
     assert recipes.from_dict({"factor": "sequence"}).resolve().inputs == "original"
-    with pytest.raises(config.RecipeError, match="factor sequence takes inputs and gradients together, both of the original model"):
+    with pytest.raises(RecipeError, match="factor sequence takes inputs and gradients together, both of the original model"):
         recipes.from_dict({"factor": "sequence", "inputs": "quantized"}).resolve()
 
 

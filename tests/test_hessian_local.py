@@ -1,6 +1,7 @@
 """Local Hessians against finite differences of the losses they stand for, in float64, through the models' own attention and MLP."""
 
 import copy
+from typing import get_args
 
 import pytest
 import torch
@@ -229,7 +230,7 @@ def test_hooks_and_graphs_are_gone_afterwards():
 
 
 def test_recipe_and_table_know_the_same_estimators():
-    assert set(config.get_args(config.Hessian)) == set(ESTIMATORS) == {"input", "backprop", *LOCAL}
+    assert set(get_args(config.Hessian)) == set(ESTIMATORS) == {"input", "backprop", *LOCAL}
     assert set(LOCAL) == {f"{part}-local" for part in PARTS} | {"heads-local", "fully-local"}
 
 
