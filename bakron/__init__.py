@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bakron.api import evaluate, prepare, quantize
+    from bakron.api import prepare, quantize
     from bakron.config import Recipe
     from bakron.errors import BakronError
     from bakron.export import FORMATS
     from bakron.grids import CodebookGrid, E8Grid, UniformGrid
     from bakron.hessian import ESTIMATORS, FACTORS
     from bakron.kron import Factor, Kron
+    from bakron.measure import evaluate
     from bakron.modules import collect, quantize_linear_
     from bakron.recheck import certify_run
     from bakron.reexport import export_run
@@ -53,13 +54,14 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "bakron.api": ["evaluate", "prepare", "quantize"],
+    "bakron.api": ["prepare", "quantize"],
     "bakron.config": ["Recipe"],
     "bakron.errors": ["BakronError"],
     "bakron.export": ["FORMATS"],
     "bakron.grids": ["CodebookGrid", "E8Grid", "UniformGrid"],
     "bakron.hessian": ["ESTIMATORS", "FACTORS"],
     "bakron.kron": ["Factor", "Kron"],
+    "bakron.measure": ["evaluate"],
     "bakron.modules": ["collect", "quantize_linear_"],
     "bakron.recheck": ["certify_run"],
     "bakron.reexport": ["export_run"],

@@ -188,12 +188,12 @@ def evaluate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Perplexity of MODEL and, with --reference, KL divergence from the original (nats per token) and agreement of the most likely token."""
-    from bakron import api
     from bakron.display import Display
+    from bakron.measure import evaluate as measure
 
     _check_json(json_file)
     with Display(quiet) as display:
-        result = api.evaluate(
+        result = measure(
             model,
             reference=reference,
             data=data,
