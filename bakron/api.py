@@ -1,4 +1,4 @@
-"""The two jobs as functions: `quantize` a model into a directory, `evaluate` one. The command line is a thin layer over these."""
+"""Runs as functions: `quantize` a model into a directory, `prepare` that for job arrays, `plan` it. The command line is a thin layer over these."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, formats, ranks, rundir
+from bakron import config, formats, ranks, recipes, rundir, shards
 from bakron import data as corpus
-from bakron.errors import RecipeError
-from bakron.job import Done, Job, StoredCodes, make_estimator, prepare
-from bakron.job import device as device_of
+from bakron.errors import OutputError, RecipeError
+from bakron.job import Done, Job, StoredCodes, make_estimator
+from bakron.job import prepare as load
 from bakron.models import load as models
 from bakron.plan import Plan, check_disk
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from bakron.config import Recipe
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
 Observe = Callable[[dict[str, Any]], None]
+LASTING = ("backward", "quantize", "store", "shard")  # stages each of whose steps leaves something on disk
 
 
 def plan(
@@ -110,27 +110,68 @@ def quantize(
         BakronError: Any of its subclasses; nothing is written for mistakes that can be found before the work starts.
     """
     with ranks.started():
-        return _quantize(model, out, tokenizer, recipe, progress, log, observe, overrides)
+        resolved, given = _recipe(recipe, overrides)
+        return _started(model, out, tokenizer, resolved, given, _work, progress, log, observe)
 
 
-def _quantize(
+def prepare(
+    model: str | Path | PreTrainedModel,
+    out: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    recipe: Recipe | str | Path | None = None,
+    progress: Progress | None = None,
+    log: Log | None = None,
+    observe: Observe | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Store the Hessian of every linear in a run's directory, for any number of `solve_shard` to round them; `quantize` with the same arguments ends the run.
+
+    Args:
+        model: Hugging Face directory, hub name, GGUF file, or a model in memory.
+        out: New or empty directory, or one with an unfinished run of the same recipe.
+        tokenizer: Of a model in memory.
+        recipe: A recipe or the path of a YAML file, with inputs original.
+        progress: Called with (stage, done, total).
+        log: Called with one-line messages.
+        observe: Called with what happens, as in `quantize`.
+        **overrides: Fields of the recipe that win over it.
+
+    Returns:
+        `{"linears", "bytes"}`: how many linears, and the size of what is stored of them.
+
+    Raises:
+        RecipeError: The recipe's Hessians depend on rounded weights, such as with inputs quantized, or are chosen among.
+        BakronError: Any of its subclasses, as `quantize`.
+    """
+    with ranks.started():
+        resolved, given = _recipe(recipe, overrides)
+        shards.check(resolved)
+        return _started(model, out, tokenizer, resolved, given, _prepare, progress, log, observe)
+
+
+Work = Callable[[Job, Path, "Clock", Watch, list[str]], dict[str, Any]]
+
+
+def _started(
     model: str | Path | PreTrainedModel,
     out: str | Path,
     tokenizer: PreTrainedTokenizerBase | None,
-    recipe: Recipe | str | Path | None,
+    recipe: Recipe,
+    given: corpus.Tokens | None,
+    work: Work,
     progress: Progress | None,
     log: Log | None,
     observe: Observe | None,
-    overrides: dict[str, Any],
 ) -> dict[str, Any]:
-    start = time.perf_counter()
+    """Look at everything that can be wrong, then do the work with the output directory held."""
+    begun = time.perf_counter()
     progress, observe = progress or (lambda *_: None), observe or (lambda _: None)
     warnings: list[str] = []
     log = _collecting(log or (lambda _: None), warnings)
-    recipe, given = _recipe(recipe, overrides)
     source = models.find(model, tokenizer)
     target = rundir.check_output(out)
-    _same_run(target, recipe=recipe)
+    seconds = dict((_same_run(target, recipe=recipe) or {}).get("seconds", {}))  # of earlier sessions
     if recipe.factors:
         rundir.check_store(recipe.factors)
     if recipe.method != "rtn" and given is None:
@@ -138,40 +179,61 @@ def _quantize(
 
     from bakron.pipeline import Clock, memory
 
-    def shown(*step: Any) -> None:
-        observe({"memory": memory()})
-        progress(*step)
+    def note() -> None:
+        if ranks.first():
+            rundir.note(target, seconds={stage: round(value, 3) for stage, value in clock.so_far().items()})
 
-    clock = Clock(entered=lambda stage: observe({"stage": stage, "memory": memory()}))
+    def shown(stage: str, *step: int) -> None:
+        observe({"memory": memory()})
+        if stage in LASTING:
+            note()
+        progress(stage, *step)
+
+    begun -= seconds.pop("total", 0.0)
+    clock = Clock(seconds, lambda stage: observe({"stage": stage, "memory": memory()}), begun)
     with clock.stage("load"):
-        job = prepare(source, recipe, log, target, given)
+        job = load(source, recipe, log, target, given)
         check_disk(job, target)
     observe({"blocks": len(job.walk), "tokens": 0 if job.tokens is None else job.tokens.ids.numel()})
     ranks.meet()  # before anything is written, every process has found the output directory and the recipe fit to be used
     with rundir.held(target) if ranks.first() else nullcontext():
         try:
-            return _work(job, target, clock, start, Watch(shown, log, observe), warnings)
+            return work(job, target, clock, Watch(shown, log, observe), warnings)
         finally:  # while the directory is held: what another process has there is not ours to remove
             if ranks.first() and not rundir.worth_keeping(target):
                 rundir.discard(target)
+            with suppress(OutputError):  # what ended the work, such as a full disk, is what matters
+                note()
 
 
-def _work(job: Job, target: Path, clock: Clock, start: float, watch: Watch, warnings: list[str]) -> dict[str, Any]:
-    """Everything that writes: rounds what is not rounded yet, then the checkpoint, then the records of a finished run."""
+def _prepare(job: Job, target: Path, clock: Clock, watch: Watch, warnings: list[str]) -> dict[str, Any]:
+    """Everything that `prepare` writes."""
+    check_disk(job, target, shards.size(job))
+    ranks.by_first(lambda: _begin(job, target))
+    linears = shards.store(job, target, clock, watch.progress, watch.log)
+    ranks.by_first(lambda: rundir.discard_scratch(target, "gradients", "spill"))
+    return {"linears": linears, "bytes": sum(file.stat().st_size for file in (target / rundir.FOLDER / "hessians").iterdir())}
+
+
+def _work(job: Job, target: Path, clock: Clock, watch: Watch, warnings: list[str]) -> dict[str, Any]:
+    """Everything that `quantize` writes: rounds what is not rounded yet, then the checkpoint, then the records of a finished run."""
     sessions = ranks.by_first(lambda: _begin(job, target))
     done = Done(job, target, watch.log) if ranks.first() else None
-    count = ranks.told(done and done.count)
+    count, passes = ranks.told(done and done.count), None
     if count and count < len(job.walk):
         watch.log(f"going on with the run in {target}: {count} of {len(job.walk)} blocks are rounded")
-    passes = _round(job, target, clock, done, count, watch) if count < len(job.walk) else None
-    return ranks.by_first(lambda: _finish(job, target, clock, start, watch, warnings, done, sessions, passes))
+    if count < len(job.walk) and ranks.by_first(lambda: shards.stored(target)):
+        with clock.stage("solve"):
+            shards.finish(job, target, done, count, clock, watch.progress, watch.log, watch.observe)
+    elif count < len(job.walk):
+        passes = _round(job, target, clock, done, count, watch)
+    return ranks.by_first(lambda: _finish(job, target, clock, watch, warnings, done, sessions, passes))
 
 
 def _finish(
     job: Job,
     target: Path,
     clock: Clock,
-    start: float,
     watch: Watch,
     warnings: list[str],
     done: Done | None,
@@ -195,10 +257,9 @@ def _finish(
         named = ", ".join(f"{name} ({how})" for name, how in done.fallbacks.items())
         watch.log(f"warning: {len(done.fallbacks)} linears were rounded without a factor that could not be used: {named}")
     if done.raised:
-        watch.log(
-            f"warning: damping had to be raised for {done.raised} linears (damping_raised in events.jsonl); more sequences would help"
-        )
-    summary = _summary(job, done, exported, clock, time.perf_counter() - start) | {
+        count = f"{done.raised} {'linear' if done.raised == 1 else 'linears'}"
+        watch.log(f"warning: damping had to be raised for {count} (damping_raised in events.jsonl); more sequences would help")
+    summary = _summary(job, done, exported, clock.so_far()) | {
         "gradient_pass": passes,
         "passes": job.walk.runs,
         "rounded_to_nearest": done.nearest,
@@ -210,98 +271,6 @@ def _finish(
     rundir.write_text(target / "README.md", model_card(summary))
     rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
     return summary
-
-
-def evaluate(
-    model: str | Path | PreTrainedModel,
-    *,
-    reference: str | Path | PreTrainedModel | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    data: str | Tensor = "builtin",
-    length: int | None = None,
-    sequences: int | None = None,
-    device: str = "cpu",
-    tasks: Sequence[str] = (),
-    task_folder: str | Path | None = None,
-    limit: int | None = None,
-    progress: Progress | None = None,
-    log: Log | None = None,
-) -> dict[str, Any]:
-    """Perplexity of a model on text and, with the original as reference, KL divergence and agreement.
-
-    Args:
-        model: Hugging Face directory (also a quantized one), hub name, GGUF file, or a model in memory, which is not changed.
-        reference: The original model, also one in memory.
-        tokenizer: Where `model` is one in memory.
-        data: Text: a file, a hub data set, or "builtin" (its evaluation part); or ready token ids, an integer tensor `[N, T]`.
-        length: Tokens per window of a text; default 512.
-        sequences: Windows from the start of the text; None = all.
-        device: Where to compute.
-        tasks: Of lm-evaluation-harness (extra `eval`), run on the model and, if there is one, the reference.
-        task_folder: With task files of your own.
-        limit: Examples per task; None = all.
-        progress: Called with (stage, done, total).
-        log: Called with one-line messages.
-
-    Returns:
-        `{"perplexity", "kl", "agreement", "tokens", "sequences", "length"}`, see `bakron.evaluation.compare`; with tasks also "tasks" and, with a reference,
-        "reference_tasks": metrics by task, see `bakron.tasks.run`. If the model is the directory of a run, this is also written to `bakron/evaluation.json` in it,
-        for `bakron report`, unless that has a KL divergence and this one has not.
-
-    Raises:
-        BakronError: Any of its subclasses.
-    """
-    log = log or (lambda _: None)
-    if length is not None and length < 2:
-        raise RecipeError(f"length {length}", "at least 2 tokens")
-    if sequences is not None and sequences < 1:
-        raise RecipeError(f"sequences {sequences}", "at least 1")
-    source = models.find(model, tokenizer, quantized=True)
-    original = None if reference is None else models.find(reference, quantized=True)
-    given = None if isinstance(data, str) else corpus.given(data)
-    if isinstance(data, str):
-        corpus.check(data)
-    elif length is not None:
-        raise RecipeError(f"length {length} beside token ids", "a length for text only", "Drop length, or cut the ids")
-    if limit is not None and limit < 1:
-        raise RecipeError(f"limit {limit}", "at least 1")
-    if not tasks and (task_folder is not None or limit is not None):
-        raise RecipeError("a task folder or a limit without tasks", "tasks")
-    if tasks:
-        from bakron import tasks as harness
-
-        harness.check(tasks, task_folder)
-
-    import torch
-
-    from bakron import evaluation
-
-    where = device_of(device)
-    tokenizer = models.read_tokenizer(source, required=given is None or bool(tasks))
-    if given is None:
-        texts = corpus.load(str(data), split="evaluation")
-        tokens = corpus.windows(texts, tokenizer, length=512 if length is None else length, sequences=sequences, seed=None)
-    else:
-        tokens = given if sequences is None else corpus.given(given.ids[:sequences])
-    log(f"evaluation: {tokens.describe()}")
-    log(f"loading {source.name}" + (f" and {original.name}" if original else ""))
-    loaded = models.read(source, torch.float32)
-    models.check_length(loaded, tokens.ids.shape[1])
-    models.check_tokens(loaded, tokens.ids, given=tokens.given)
-    base = None if original is None else models.read(original, torch.float32)
-    result = evaluation.compare(loaded, tokens.ids, base, device=where, progress=progress or (lambda *_: None))
-    for key, one in {"tasks": loaded, "reference_tasks": base}.items():
-        if tasks and one is not None:
-            log(f"{', '.join(tasks)} on {(source if one is loaded else original or source).name}")
-            result[key] = harness.run(one, tokenizer, tasks, folder=task_folder, limit=limit, device=device)
-    if source.path is not None and (source.path / rundir.FOLDER / "summary.json").is_file():
-        record = result | {"data": tokens.source, "data_sha256": tokens.sha256, "reference": None if original is None else original.name}
-        file = source.path / rundir.FOLDER / "evaluation.json"
-        if original is None and file.is_file() and json.loads(file.read_text("utf-8")).get("kl") is not None:
-            log(f"{file} is left as it is: it also has the KL divergence from a reference")
-        else:
-            rundir.write_text(file, json.dumps(record, indent=1))
-    return result
 
 
 def _same_run(target: Path, *, recipe: Recipe, **others: Any) -> dict[str, Any] | None:
@@ -319,9 +288,9 @@ def _begin(job: Job, target: Path) -> int:
     what = {"model_sha256": job.fingerprint, "tokens_sha256": None if job.tokens is None else job.tokens.digest}
     found = _same_run(target, recipe=job.recipe, **what)
     sessions = 1 if found is None else int(found.get("sessions", 1)) + 1
-    record = {"recipe": job.recipe.model_dump(), **what, "sessions": sessions}
+    record = {"recipe": job.recipe.model_dump(), **what, "sessions": sessions, "seconds": (found or {}).get("seconds", {})}
     rundir.write_text(target / rundir.FOLDER / "run.json", json.dumps(record, indent=1))
-    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", config.dump(job.recipe))
+    rundir.write_text(target / rundir.FOLDER / "recipe.yaml", recipes.dump(job.recipe))
     return sessions
 
 
@@ -374,13 +343,8 @@ def _recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> tu
                     f"{name} {overrides[name]} beside token ids {list(given.ids.shape)}", f"{settled[name]}", f"Drop {name}, or cut the ids"
                 )
         overrides = overrides | settled
-    return _text_recipe(recipe, overrides), given
-
-
-def _text_recipe(recipe: Recipe | str | Path | None, overrides: dict[str, Any]) -> Recipe:
-    if recipe is None or isinstance(recipe, str | Path):
-        return config.load(recipe, **overrides).resolve()
-    return config.override(recipe.model_dump(exclude_unset=True), overrides).resolve()
+    source = recipe if recipe is None or isinstance(recipe, str | Path) else recipe.model_dump(exclude_unset=True)
+    return recipes.resolved(source, overrides), given
 
 
 def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:
@@ -401,7 +365,7 @@ def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:
     return {"stored_bits_per_weight": round(bits, 4), "checks": checks}
 
 
-def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total: float) -> dict[str, Any]:
+def _summary(job: Job, done: Done, exported: dict[str, Any], spent: dict[str, float]) -> dict[str, Any]:
     import torch
 
     import bakron
@@ -409,7 +373,7 @@ def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total
 
     recipe = job.recipe
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
-    seconds = {stage: round(clock.seconds.get(stage, 0.0), 3) for stage in ("load", "calibrate", "hessian", "solve", "write")}
+    seconds = {stage: round(spent.get(stage, 0.0), 3) for stage in ("load", "calibrate", "hessian", "solve", "write", "total")}
     beside = formats.holds(recipe.format, recipe.gguf_type).beside or torch.finfo(job.scale_dtype).bits + (0 if recipe.symmetric else 8)
     return {
         "model": job.source.identity,
@@ -417,8 +381,8 @@ def _summary(job: Job, done: Done, exported: dict[str, Any], clock: Clock, total
         "model_sha256": job.fingerprint,
         "recipe": recipe.model_dump(),
         "calibration": None if job.tokens is None else job.tokens.record(),
-        "seconds": seconds | {"total": round(total, 3)},
-        "core_share": round(clock.seconds.get("solve", 0.0) / total, 5),
+        "seconds": seconds,
+        "core_share": round(spent.get("solve", 0.0) / spent["total"], 5),
         "bits_per_weight": round(bits_per_weight(recipe.levels or 0, beside, done.quantized, done.scales), 4),
         **exported,
         "parameters": {

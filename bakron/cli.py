@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from bakron import __version__, ranks
+from bakron import __version__, ranks, rundir
 from bakron.config import Format, GgufType, Recipe
 from bakron.errors import BakronError, OutputError, RecipeError
 
@@ -103,6 +104,31 @@ def quantize(model: str, out: str, recipe: str | None, json_file: Path | None, q
         raise typer.Exit(FELL_BACK)
 
 
+def prepare(model: str, out: str, recipe: str | None, json_file: Path | None, quiet: bool, **flags: Any) -> None:
+    """For job arrays: store the Hessian of every linear in OUT. Then bakron solve OUT --shard i/n, any number of jobs, and bakron quantize as here to end the run.
+
+    Takes what bakron quantize takes, and needs --inputs original: other Hessians depend on weights that are rounded already. Cut short, the same command goes on.
+    """
+    from bakron import api
+    from bakron.display import Display
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    _check_json(json_file)
+    told = ranks.launched().rank == 0
+    with Display(quiet or not told) as display, _interruptible(display.progress, display.log) as progress:
+        try:
+            found = api.prepare(model, out, recipe=recipe, progress=progress, log=display.log, observe=display.observe, **given)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted. The same command goes on from here.") from None
+    if not told:
+        return
+    _write_json(json_file, found)
+    if not quiet and json_file != STDOUT:
+        typer.echo(
+            f"{out}: Hessians of {_many(found['linears'], 'linear')}, {found['bytes'] / 1e6:,.1f} MB; now bakron solve {out} --shard i/n"
+        )
+
+
 def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None, quiet: bool, **flags: Any) -> None:
     """Say what bakron quantize would take with the same arguments: memory by stage, disk, passes, time, and every problem that can be seen already.
 
@@ -118,10 +144,37 @@ def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None
     with Display(quiet) as display:
         found = api.plan(model, out, recipe=recipe, log=display.log, **given)
     _write_json(json_file, asdict(found))
-    if json_file != STDOUT:
+    if json_file != STDOUT and not quiet:
         typer.echo(show(found))
+    elif quiet:
+        for problem in found.problems:
+            typer.echo(f"problem: {problem}", err=True)
     if found.problems:
         raise typer.Exit(1)
+
+
+def solve(
+    run: Annotated[str, typer.Argument(help="Directory in which bakron prepare has stored Hessians.")],
+    shard: Annotated[str, typer.Option(metavar="i/n", help="Which of n shares to round, from 1/n to n/n.")],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
+) -> None:
+    """Round one of n shares of the linears of RUN from stored Hessians, for job arrays: at the same time as the others, in any order, on any machine that sees RUN.
+
+    Reads neither model nor text. A shard that was lost is repeated with the same command; what it had solved is passed over.
+    """
+    from bakron.display import Display
+    from bakron.shards import solve_shard
+
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", shard)
+    if not found:
+        raise RecipeError(f"--shard {shard}", "i/n with i from 1 to n, such as 1/4")
+    with Display(quiet) as display:
+        did = solve_shard(run, int(found[1]), int(found[2]), progress=display.progress, log=display.log, observe=display.observe)
+    if not quiet:
+        end = "; bakron quantize, as given to prepare, ends the run" if did["all_solved"] == did["all"] else ""
+        typer.echo(
+            f"{run}: shard {shard} is solved, {did['solved']} of its {did['linears']} linears now; {did['all_solved']} of all {did['all']} are{end}"
+        )
 
 
 def evaluate(
@@ -147,12 +200,12 @@ def evaluate(
 
     Example: bakron evaluate ./Qwen3-0.6B-3bit --reference ./Qwen3-0.6B
     """
-    from bakron import api
     from bakron.display import Display
+    from bakron.measure import evaluate as measure
 
     _check_json(json_file)
     with Display(quiet) as display:
-        result = api.evaluate(
+        result = measure(
             model,
             reference=reference,
             data=data,
@@ -193,11 +246,14 @@ def certify(
     with Display(quiet) as display:
         found = certify_run(run, model=model, progress=display.progress, log=display.log)
     typer.echo(
-        f"{found['violations']} violations in {found['weights']:,} weights of {found['linears']} linears; largest gap "
+        f"{_many(found['violations'], 'violation')} in {found['weights']:,} weights of {_many(found['linears'], 'linear')}; largest gap "
         f"{found['max_gap']:.2e} of a step, at {found['worst']}"
     )
     if found["differing"]:
-        typer.echo(f"{len(found['differing'])} linears of the checkpoint are not what their codes say, first {found['differing'][0]}")
+        count = len(found["differing"])
+        typer.echo(
+            f"{_many(count, 'linear')} of the checkpoint {'is' if count == 1 else 'are'} not as the codes say, first {found['differing'][0]}"
+        )
     if found["violations"] or found["differing"]:
         raise typer.Exit(1)
 
@@ -237,7 +293,7 @@ def report(
     from bakron.report import write
 
     write(runs, out)
-    typer.echo(f"{out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {out.expanduser().stat().st_size:,} bytes")
+    typer.echo(f"{out}: {_many(len(runs), 'run')}, {out.expanduser().stat().st_size:,} bytes")
 
 
 bench = typer.Typer(help="Time bakron on this machine.", no_args_is_help=True)
@@ -276,8 +332,13 @@ def _size(text: str) -> int | tuple[int, int]:
     return int(parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
 
 
+def _many(count: int, what: str) -> str:
+    """A count and a noun that agree."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _check_json(json_file: Path | None) -> None:
-    if json_file is not None and json_file != STDOUT and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+    if json_file is not None and json_file != STDOUT and (rundir.path_of(json_file).is_dir() or not json_file.absolute().parent.is_dir()):
         raise OutputError(f"--json {json_file} cannot be written", "a file in an existing directory")
 
 
@@ -403,6 +464,7 @@ _quantize = _with_recipe_flags(
     "the summary, as in OUT/bakron/summary.json,",
 )
 _plan = _with_recipe_flags(plan, "Where the run would go, to check the disk.", False, "the plan")
-for _command in (_quantize, _plan, evaluate, export, report, certify):  # the order of `bakron --help`: that of their use
+_prepare = _with_recipe_flags(prepare, "New or empty directory, or one with an unfinished run of the same recipe.", True, "what is stored")
+for _command in (_quantize, _plan, evaluate, export, report, certify, _prepare, solve):  # the order of `bakron --help`: that of their use
     app.command()(_command)
 app.add_typer(bench, name="bench")

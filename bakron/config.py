@@ -1,20 +1,14 @@
-"""The recipe: every choice of a run in one flat, frozen model, read from and written to YAML."""
+"""The recipe: every choice of a run in one flat, frozen model."""
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from bakron import formats
-from bakron.errors import RecipeError
+from bakron import resolution
+from bakron.resolution import DAMPINGS
 
 Method = Literal["rtn", "gptq", "bakron", "boa", "yaqa", "bakron-mlp-local", "bakron-fully-local", "bakron-backprop"]
 Hessian = Literal["input", "attention-local", "value-local", "heads-local", "mlp-local", "fully-local", "backprop"]
@@ -43,11 +37,6 @@ OF_THE_MACHINE = (
     "on_failure",
     "verify",
 )  # fields that do not touch what is done already: a run may go on with others
-OF_HESSIANS = (  # fields that rounding to nearest does not heed
-    "hessian", "factor", "damping", "damp_a", "damp_b", "inputs", "diagnostics", "skip_first", "order", "refit", "polish", "accumulate",
-)  # fmt: skip
-OF_GRADIENTS = ("factors", "labels", "samples", "clip", "gate", "boundary_memory")  # fields that only a gradient pass heeds
-LOCAL_FACTORS = ("kfac", "shampoo", "mixed")  # those that local Hessians know
 FACTOR_PATTERN = re.compile(r"kfac|mixed|sequence|(shampoo|kl)(:[1-9]\d?)?")
 Labels = Literal["sampled", "empirical"]
 Scale = Literal["absmax", "mse", "curvature"]
@@ -61,17 +50,12 @@ Precision = Literal["bfloat16", "float32"]
 OnFailure = Literal["stop", "fallback"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Damp = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"]
-DAMPINGS = {"damp_a": (0.1, 0.03, 0.3), "damp_b": (1.0, 0.3, 3.0)}  # the default, and what else auto tries
-
-SIZE_LIMIT = 1 << 16  # bytes of a recipe file
-DEPTH_LIMIT = 8  # of lists and mappings in a recipe file
-SHOWN = 200  # characters of a wrong value in a message
 
 
 class Recipe(BaseModel):
     """Every choice of a quantization run; `None` means "what fits the method", and `resolve` says what that is (a preset becomes what it is short for).
 
-    Construct one with `from_dict` or `load` to have mistakes reported as `RecipeError`.
+    Construct one with `recipes.from_dict` or `recipes.load` to have mistakes reported as `RecipeError`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -306,41 +290,10 @@ class Recipe(BaseModel):
         if self.method in PRESETS:
             open_ = {name: value for name, value in PRESETS[self.method].items() if getattr(self, name) is None}
             return self.model_copy(update={"method": "bakron", **open_}).resolve()
-        if self.format == "gguf" and (open_ := self._open_for_gguf()):
+        if self.format == "gguf" and (open_ := resolution.open_for_gguf(self)):
             return self.model_copy(update=open_).resolve()
-        _refuse_idle(self)
-        levels, bits = _levels(self.levels, self.bits)
-        formats.check(self.format, self.gguf_type, levels, self.symmetric, self.group_size)
-        filled: dict[str, Any] = {
-            "levels": levels,
-            "bits": bits,
-            "scale": self.scale or ("absmax" if self.method == "rtn" else "curvature"),
-        }
-        if self.method != "rtn":
-            filled["hessian"] = self.hessian or ("input" if self.method == "gptq" else "backprop")
-            filled["damping"] = self.damping or "diagonal"
-            filled["order"] = self.order or "natural"
-            filled["accumulate"] = self.accumulate or "float32"
-            filled["damp_a"] = DAMPINGS["damp_a"][0] if self.damp_a is None else self.damp_a
-            if filled["hessian"] != "input":
-                filled["factor"] = self.factor or "mixed"
-            if filled["hessian"] == "backprop":
-                filled["labels"] = self.labels or "sampled"
-                filled["samples"] = self.samples or 1
-            filled["inputs"] = self.inputs or ("original" if self.factor == "sequence" else "quantized")
-        if self.method == "bakron":
-            filled["damp_b"] = DAMPINGS["damp_b"][0] if self.damp_b is None else self.damp_b
-        return self.model_copy(update=filled)
-
-    def _open_for_gguf(self) -> dict[str, Any]:
-        """What a GGUF type settles that was not given: levels, kind and group size; or the type that these settle."""
-        if self.gguf_type is None:
-            return {"gguf_type": formats.gguf_type_of(_levels(self.levels, self.bits)[0], self.symmetric)}
-        row = formats.GGUF_TYPES[self.gguf_type]
-        settled: dict[str, Any] = {"symmetric": True in row.levels, "group_size": row.group}
-        if self.levels is None and self.bits is None:
-            settled["levels"] = max(row.levels.values())
-        return {name: value for name, value in settled.items() if name not in self.model_fields_set or name == "levels"}
+        resolution.refuse(self)
+        return self.model_copy(update=resolution.filled(self))
 
 
 def size_in_bytes(text: str) -> int:
@@ -354,261 +307,3 @@ def size_in_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no size")
     power = " kmgt".index(found[2].lower() or " ")
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-
-
-def _levels(levels: int | None, bits: int | None) -> tuple[int, int | None]:
-    if levels is not None and bits is not None and levels != 2**bits:
-        raise RecipeError(f"levels is {levels} and bits is {bits}, which means {2**bits} levels", do="Give one of the two")
-    levels = levels or 2 ** (bits or 4)
-    return levels, levels.bit_length() - 1 if levels >= 4 and levels & (levels - 1) == 0 else None
-
-
-def _refuse_idle(recipe: Recipe) -> None:
-    method = recipe.method
-    given = [
-        name for name in (*OF_HESSIANS, "memory", *OF_GRADIENTS) if getattr(recipe, name) is not None and getattr(recipe, name) is not False
-    ]
-    if method == "rtn" and given:
-        raise RecipeError(
-            f"{_and(given)} would do nothing with method rtn, which rounds without a Hessian",
-            do=f"Drop {_and(given)}, or choose another method",
-        )
-    if method == "rtn" and recipe.scale == "curvature":
-        raise RecipeError("scale is curvature, but method rtn has no Hessian to take curvature from", "scale absmax or mse")
-    if method == "bakron" and recipe.hessian == "input":
-        raise RecipeError(
-            "method bakron with hessian input has no output factor, so it would be GPTQ",
-            "hessian backprop",
-            do="For GPTQ choose method gptq",
-        )
-    hessian = recipe.hessian or ("backprop" if method == "bakron" else "input")
-    useless = {"input": ("factor", *OF_GRADIENTS), "backprop": ()}.get(hessian, OF_GRADIENTS)
-    if idle := [name for name in useless if name in given]:
-        raise RecipeError(
-            f"{_and(idle)} would do nothing with hessian {hessian}, which takes no gradients",
-            do=f"Drop {_and(idle)}, or choose hessian backprop",
-        )
-    if hessian.endswith("-local") and recipe.factor not in (None, *LOCAL_FACTORS):
-        raise RecipeError(
-            f"factor {recipe.factor} with hessian {hessian}",
-            f"{', '.join(LOCAL_FACTORS[:-1])} or {LOCAL_FACTORS[-1]}",
-            "For other factorisations choose hessian backprop",
-        )
-    if recipe.labels == "empirical" and (recipe.samples or 1) > 1:
-        raise RecipeError(
-            f"samples {recipe.samples} with labels empirical, of which a token has one", "samples 1", "Or choose labels sampled"
-        )
-    if recipe.clip is not None and recipe.factor == "kfac":
-        raise RecipeError("clip would do nothing with factor kfac, which weighs all tokens alike", do="Drop clip, or choose another factor")
-    if recipe.factor == "sequence" and recipe.inputs == "quantized":
-        raise RecipeError(
-            "inputs is quantized, but factor sequence takes inputs and gradients together, both of the original model",
-            "inputs original",
-        )
-    if recipe.gate and method == "gptq":
-        raise RecipeError(
-            "gate would do nothing with method gptq, which has no output factor to choose", do="Drop gate, or choose method bakron"
-        )
-    if recipe.autos and hessian != "backprop":
-        raise RecipeError(
-            f"{_and(recipe.autos)} auto with hessian {hessian}, which leaves no gradients to choose by",
-            "a number",
-            "Or choose hessian backprop",
-        )
-    if recipe.chooses and recipe.sequences < 3:
-        raise RecipeError(f"{_chooser(recipe)} with sequences {recipe.sequences}, two of which it would hold out", "at least 3 sequences")
-    if method == "gptq" and "damp_b" in given:
-        raise RecipeError(
-            "damp_b would do nothing with method gptq, whose output factor is the identity", do="Drop damp_b, or choose method bakron"
-        )
-    if recipe.gguf_type is not None and recipe.format != "gguf":
-        raise RecipeError(
-            f"gguf_type {recipe.gguf_type} with format {recipe.format}", "format gguf", "Drop gguf_type, or choose format gguf"
-        )
-    if recipe.refit and formats.holds(recipe.format, recipe.gguf_type).form != "float":
-        raise RecipeError(
-            f"refit with gguf_type {recipe.gguf_type}, whose scales are no free choice", "gguf_type q4_0 or q8_0", "Drop refit"
-        )
-
-
-def _chooser(recipe: Recipe) -> str:
-    return "gate" if recipe.gate else f"{recipe.autos[0]} auto"
-
-
-def _and(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def allowed(name: str) -> str:
-    """Say in words what values a field takes, for error messages and help.
-
-    Args:
-        name: A field of `Recipe`.
-    """
-    if name == "group_size":
-        return "a whole number of at least 1, or -1 for one scale per row"
-    if name == "factor":
-        return f"{', '.join(FACTOR_FORMS[:-1])} or {FACTOR_FORMS[-1]} (K = 1 to 99 steps)"
-    if name in ("include", "exclude"):
-        return "patterns separated by commas"
-    if name in ("boundary_memory", "memory"):
-        return "a size such as 800MB or 4GB"
-    if name in DAMPINGS:
-        return "a number of at least 0, or auto"
-    field = Recipe.model_fields[name]
-    kind = field.annotation
-    if get_origin(kind) in (UnionType, Union):
-        kind = next(part for part in get_args(kind) if part is not NoneType)
-    if get_origin(kind) is Literal:
-        return " or ".join([", ".join(get_args(kind)[:-1]), get_args(kind)[-1]])
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text that is not empty"}[kind]  # type: ignore[index]
-    if name == "clip":
-        return "a number between 0 and 1"
-    low = next((part.ge for part in field.metadata if hasattr(part, "ge")), None)
-    high = next((part.le for part in field.metadata if hasattr(part, "le")), None)
-    if low is None:
-        return words
-    return f"{words} of at least {low}" if high is None else f"{words} from {low} to {high}"
-
-
-def from_dict(values: Mapping[str, Any]) -> Recipe:
-    """Make a recipe from plain values.
-
-    Args:
-        values: Field names and values; fields left out keep their defaults.
-
-    Returns:
-        The recipe, not resolved yet.
-
-    Raises:
-        RecipeError: A key is unknown or a value is not allowed; all of them are named at once.
-    """
-    try:
-        return Recipe.model_validate(dict(values))
-    except pydantic.ValidationError as error:
-        problems = {str(part["loc"][0]): part for part in error.errors(include_url=False)}
-    lines = [_unknown(key) if part["type"] == "extra_forbidden" else _wrong(key, part["input"]) for key, part in problems.items()]
-    if len(lines) == 1:
-        saw, expected, do = lines[0]
-        raise RecipeError(saw, expected, do)
-    raise RecipeError(f"{len(lines)} entries of the recipe are wrong:\n" + "\n".join(f"  {RecipeError(*line)}" for line in lines))
-
-
-def _unknown(key: str) -> tuple[str, str | None, str | None]:
-    near = difflib.get_close_matches(key.replace("-", "_"), list(Recipe.model_fields), n=1)
-    return f"unknown key {key!r}", None, f"Perhaps {near[0]} is meant" if near else f"Known keys: {', '.join(Recipe.model_fields)}"
-
-
-def _wrong(key: str, value: object) -> tuple[str, str | None, str | None]:
-    words = allowed(key)
-    near = difflib.get_close_matches(str(value), words.replace(",", "").split(" "), n=1) if " or " in words else []
-    return f"{key} is {_shown(value)}", words, f"Perhaps {near[0]} is meant" if near else None
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool | int | float | NoneType):
-        return json.dumps(value)
-    if isinstance(value, str):
-        return repr(value) if len(value) <= SHOWN else repr(value[:SHOWN]) + "..."
-    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else f"of type {type(value).__name__}"
-
-
-def load(path: str | Path | None = None, **overrides: Any) -> Recipe:
-    """Read a recipe from a YAML file.
-
-    Args:
-        path: The file; `None` starts from the defaults.
-        overrides: Fields that win over the file's. `levels` also displaces the file's `bits`, and the other way round.
-
-    Returns:
-        The recipe, not resolved yet.
-
-    Raises:
-        RecipeError: The file cannot be read, is not YAML, is not a mapping, or says something that is not allowed.
-    """
-    values = {} if path is None else _read(Path(path))
-    try:
-        from_dict(values)
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error.saw}", error.expected, error.do) from None
-    return override(values, overrides)
-
-
-def override(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
-    """A recipe of plain values, some of which are overridden; `levels` also displaces `bits`, and the other way round.
-
-    Raises:
-        RecipeError: As `from_dict`.
-    """
-    kept = dict(values)
-    for one, other in (("levels", "bits"), ("bits", "levels")):
-        if one in overrides and other not in overrides:
-            kept.pop(other, None)
-    return from_dict({**kept, **overrides})
-
-
-def _read(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        if path.stat().st_size > SIZE_LIMIT:
-            raise RecipeError(f"{path} has {path.stat().st_size:,} bytes", f"a recipe, at most {SIZE_LIMIT:,}")
-        text = path.read_text(encoding="utf-8-sig")
-        _refuse_bombs(text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_repeats(root)
-        values = yaml.safe_load(text)
-    except FileNotFoundError:
-        raise RecipeError(f"there is no recipe file {path}", do="Check the path") from None
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is not UTF-8 text: bad byte at offset {error.start}", "a YAML file") from None
-    except OSError as error:
-        raise RecipeError(f"the recipe file {path} cannot be read: {error.strerror}", "a YAML file") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
-        raise RecipeError(f"{where}: not YAML ({getattr(error, 'problem', None) or error})", "lines of the form `key: value`") from None
-    except (ValueError, TypeError, RecursionError) as error:  # no number or date, a mapping as a key, lists in lists in lists
-        raise RecipeError(f"{path} holds a value that cannot be read: {error}", "lines of the form `key: value`") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        kind = "a list" if isinstance(values, list) else "a single value"
-        raise RecipeError(f"{path}, line 1: the recipe is {kind}", "a mapping, lines of the form `key: value`")
-    return {str(key): value for key, value in values.items()}
-
-
-def _refuse_bombs(text: str) -> None:
-    """A recipe has no use for aliases and deep nesting, of which a few lines can stand for billions of values or take hours to read."""
-    import yaml
-
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        alias = f"alias *{event.anchor} in a recipe" if isinstance(event, yaml.AliasEvent) else None
-        if alias or depth > DEPTH_LIMIT:
-            mark: Any = event.start_mark
-            raise yaml.MarkedYAMLError(problem=alias or f"lists or mappings nested {depth} deep", problem_mark=mark)
-
-
-def _refuse_repeats(root: Any) -> None:
-    import yaml
-
-    seen = set()
-    for key, _ in root.value if isinstance(root, yaml.MappingNode) else []:
-        if not isinstance(key, yaml.ScalarNode):
-            raise yaml.MarkedYAMLError(problem="a key that is no word", problem_mark=key.start_mark)
-        if key.value in seen:
-            raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
-        seen.add(key.value)
-
-
-def dump(recipe: Recipe) -> str:
-    """Write a recipe as YAML, one `key: value` line per field, in the order of `Recipe`.
-
-    Args:
-        recipe: Any recipe; save a resolved one to repeat a run exactly.
-    """
-    import yaml
-
-    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)

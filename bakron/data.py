@@ -175,10 +175,15 @@ def _collect(rows: Iterable[str | None]) -> tuple[list[str], int]:
 
 def _file(spec: str) -> tuple[Path, str | None] | None:
     """Split a spec into a file and a column; `None` if it names a hub data set."""
-    path, column = Path(spec).expanduser(), None
+    path, column = Path(spec), None
     try:
+        path = path.expanduser()
         path.stat()
-    except (OSError, ValueError) as error:  # a null byte, a name that is too long: most likely the text itself
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # a null byte, a name that is too long (most likely the text itself), the home of nobody
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise DataError(f"{spec[:40]!r}{'...' * (len(spec) > 40)} is no path that can be read", _KINDS) from None
     if not spec.strip():

@@ -18,9 +18,11 @@ NAMES = {
     "head": "gradients: head",
     "backward": "gradients: backward",
     "quantize": "quantize blocks",
+    "store": "store Hessians",
+    "shard": "round linears",
     "evaluate": "evaluate",
 }
-OF_BLOCKS = ("forward", "backward", "quantize")  # stages whose steps are blocks, through each of which all tokens go
+OF_BLOCKS = ("forward", "backward", "quantize", "store")  # stages whose steps are blocks, through each of which all tokens go
 DOING = {
     "load": "loading",
     "calibrate": "running blocks on the text",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -167,7 +167,7 @@ def prepare(source: models.Source, recipe: Recipe, log: Log, scratch: Path, give
     if tokens is not None and len(tokens.ids) - (held_out(len(tokens.ids)) if recipe.chooses else 0) < ranks.size():
         raise RecipeError(f"{ranks.size()} processes for {len(tokens.ids)} sequences", "one at least for each", "Use fewer processes")
     dtype = getattr(torch, models.stored_dtype(source, model) if recipe.dtype == "auto" else recipe.dtype)
-    widest = max(linear.in_features for linear in walk.linears(0).values())
+    widest = max(walk.linears(i)[name].in_features for i in range(len(walk)) for name in walk.chosen(i))
     if tokens is not None and tokens.ids.numel() < widest:
         log(
             f"warning: {tokens.ids.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest linear; more sequences would help"
@@ -232,6 +232,7 @@ def make_estimator(job: Job, target: Path, progress: Progress, log: Log = lambda
         **common,
         held=job.held,
         gate=recipe.gate,
+        every=recipe.factors is not None,
         boundary_memory=None if recipe.boundary_memory is None else config.size_in_bytes(recipe.boundary_memory),
         progress=progress,
     )
@@ -357,7 +358,10 @@ class Done:
 
     def keep(self, i: int, rounded: Mapping[str, Rounded]) -> None:
         """Store the next block."""
-        tensors, events = codes_of(rounded), [one.event for one in rounded.values()]
+        self.store(i, codes_of(rounded), [one.event for one in rounded.values()])
+
+    def store(self, i: int, tensors: Mapping[str, torch.Tensor], events: Sequence[Mapping[str, Any]]) -> None:
+        """Store the next block, of which these are the tensors of `codes_of` and the events."""
         rundir.write_tensors(rundir.codes_file(self._target, i), tensors, {"events": f"[{', '.join(map(rundir.line, events))}]"})
         for event in events:
             self._events.write(event)

@@ -33,21 +33,28 @@ RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
 
 @dataclass
 class Clock:
-    """Seconds per stage, and since the clock was made; `entered` is called with a stage's name when it begins."""
+    """Seconds per stage, and since the clock was made or, set back, would have been; `entered` is called with a stage's name when it begins."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     entered: Callable[[str], None] = lambda _: None
     begun: float = field(default_factory=time.perf_counter)
+    under_way: dict[str, float] = field(default_factory=dict)
+
+    def so_far(self) -> dict[str, float]:
+        """Seconds per stage until now, and all of them in `total`."""
+        now = time.perf_counter()
+        stages = {name: self.seconds.get(name, 0.0) + now - self.under_way.get(name, now) for name in {**self.seconds, **self.under_way}}
+        return stages | {"total": now - self.begun}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time of a with statement to a stage."""
-        start = time.perf_counter()
+        self.under_way[name] = time.perf_counter()
         self.entered(name)
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - self.under_way.pop(name)
 
 
 @dataclass(frozen=True)
@@ -110,11 +117,11 @@ def run(
         krons: dict[str, Kron] = {}
         told: dict[str, dict[str, Any]] = {}
         gate: Heldout | None = None
-        if estimator is not None and hidden is not None:
-            with clock.stage("hessian"), _finite(walk, i, hidden):
+        if estimator is not None and hidden is not None and walk.chosen(i):
+            with clock.stage("hessian"), finite(walk, i, hidden):
                 krons = estimator.block(i, hidden)
                 gate = estimator.heldout(i) if recipe.chooses and isinstance(estimator, BackpropEstimator) else None
-                told = {name: _tell(estimator, name, krons[name], ids, gate, recipe) for name in krons}
+                told = {name: tell(estimator, name, krons[name], ids, gate, recipe) for name in krons}
         if hidden is not None and recipe.inputs == "original" and i + 1 < len(walk):
             with clock.stage("calibrate"):
                 hidden = walk.apply(i, hidden)
@@ -151,7 +158,7 @@ def _round_one(
     treat: Treat,
 ) -> Rounded:
     """One linear, called `name` in its block, with its own Hessian, the best of several, or to nearest if it is an expert that few tokens reach."""
-    if kron is not None and isinstance(linear, Routed) and estimator is not None and estimator.tokens[name] < FEW * linear.in_features:
+    if kron is not None and estimator is not None and starved(linear, estimator.tokens[name]):
         rounded = treat(linear, Kron(torch.eye(linear.in_features)), recipe, dtype, whole)
         rounded.event["fallback"] = "nearest"
         return rounded
@@ -179,8 +186,13 @@ def _exchanged(walk: Walk, i: int, rounded: dict[str, Rounded], observe: Callabl
     return found
 
 
+def starved(linear: Linear, tokens: int) -> bool:
+    """Whether a linear is one of an expert that too few tokens reach for a Hessian."""
+    return isinstance(linear, Routed) and tokens < FEW * linear.in_features
+
+
 @contextmanager
-def _finite(walk: Walk, i: int, hidden: Tensor) -> Iterator[None]:
+def finite(walk: Walk, i: int, hidden: Tensor) -> Iterator[None]:
     """Say, if a factor of block i cannot be made, whether and where activations are not finite."""
     try:
         yield
@@ -410,7 +422,7 @@ def _nearest_loss(W: Tensor, kron: Kron, grid: UniformGrid) -> float:
     return float((right * (E if kron.B is None else kron.B.times(E))).sum())  # float32 will do: it is for reading
 
 
-def _tell(estimator: Estimator, name: str, kron: Kron, ids: Tensor | None, heldout: Heldout | None, recipe: Recipe) -> dict[str, Any]:
+def tell(estimator: Estimator, name: str, kron: Kron, ids: Tensor | None, heldout: Heldout | None, recipe: Recipe) -> dict[str, Any]:
     """What events.jsonl tells of a linear's Hessian."""
     found: dict[str, Any] = {
         "tokens": estimator.tokens[name],

@@ -23,24 +23,25 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bakron import config, rundir
 from bakron import data as corpus
 from bakron.errors import BakronError, OutputError
-from bakron.job import Job, codes_of, make_estimator, prepare
+from bakron.job import Job, codes_of, prepare
 from bakron.models import load as models
+from bakron.probe import seconds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from bakron.config import Recipe
+    from bakron.models.walk import Walk
     from bakron.pipeline import Rounded
 
 Log = Callable[[str], None]
-PROBE_SECONDS = 10.0  # after which the probe tries no second, larger batch
 
 
 @dataclass
@@ -120,20 +121,22 @@ def plan(
             tried(lambda: check_disk(job, target))
             found.disk["free"] = free(target)
         if probe and not found.problems:
-            found.seconds = seconds(job, Path(scratch), surveyed)
+            found.seconds = seconds(job, found.passes, Path(scratch), surveyed)
         found.memory = memory(job)
     return found
 
 
 def passes(job: Job) -> dict[str, int]:
     """Runs of single blocks over all calibration tokens, as the run counts them itself in its summary."""
-    from bakron.hessian import schedule
+    from bakron.hessian import LOCAL, schedule
     from bakron.hessian.factor import weighting
     from bakron.hessian.gradients import slots_in
+    from bakron.hessian.local import parts_of
 
-    recipe, blocks = job.recipe, len(job.walk)
+    recipe, blocks, walk = job.recipe, len(job.walk), job.walk
     if job.tokens is None:
         return {"forward": 0, "backward": 0}
+    busy = [i for i in range(blocks) if walk.chosen(i)]  # others need no Hessians
     forward, backward = blocks - 1, 0
     if recipe.hessian == "backprop":
         kind = weighting(recipe.factor or "mixed")
@@ -141,11 +144,11 @@ def passes(job: Job) -> dict[str, int]:
         forward += schedule.forward_runs(blocks + 1, slots_in(job.walk, job.tokens.ids, limit, recipe.samples or 1))
         samples = recipe.samples or 1
         backward += samples * blocks * kind.steps * (1 if recipe.clip is None or not kind.b_by_input else 2)
-        backward += samples * blocks if job.held else 0  # of the sequences held out, before the block is rounded
+        backward += samples * len(busy) if job.held else 0  # of the sequences held out, before the block is rounded
         unweighted = bool(job.held) and kind.a_by_gradient and recipe.gate
-        forward += blocks * (int(not kind.by_sequence) + int(unweighted))
+        forward += len(busy) * (int(not kind.by_sequence) + int(unweighted))
     else:
-        forward += blocks * (1 if recipe.hessian == "input" else 2)
+        forward += sum(1 + bool(parts_of(walk, i, LOCAL.get(recipe.hessian or "", ()))) for i in busy)
     return {"forward": forward, "backward": backward}
 
 
@@ -185,15 +188,20 @@ def free(target: Path) -> int:
     return shutil.disk_usage(target).free
 
 
-def check_disk(job: Job, target: Path) -> None:
+def check_disk(job: Job, target: Path, beside: int = 0) -> None:
     """Refuse a disk without room for the run.
+
+    Args:
+        job: What is to be done.
+        target: Where.
+        beside: Bytes of other files that are there while blocks are to be rounded.
 
     Raises:
         OutputError: There is not enough.
     """
     wanted, room = disk(job), free(target)
     rounded = all(rundir.codes_file(target, i).is_file() for i in range(len(job.walk)))
-    meanwhile = 0 if rounded else wanted["gradients"] + wanted["spill"]
+    meanwhile = 0 if rounded else wanted["gradients"] + wanted["spill"] + beside
     most = wanted["codes"] + max(wanted["checkpoint"], meanwhile)
     have = sum(file.stat().st_size for file in target.rglob("*") if file.is_file()) if target.is_dir() else 0  # of an unfinished run
     if most > room + have:
@@ -215,119 +223,31 @@ def memory(job: Job) -> dict[str, int]:
     stages = {"survey": 3 * largest, "write": 4 * largest}
     if job.tokens is not None:
         X, batch = job.tokens.ids.numel() * _width(job), min(recipe.batch, len(job.tokens.ids)) * job.tokens.ids.shape[1]
-        linears = {name: tuple(linear.weight.shape) for name, linear in walk.linears(0).items()}
-        held = _held_in_batch(job, batch, linears)
-        squares_a, squares_b = _squares(job, linears)
-        top = max(n for _, n in linears.values())
         budget = None if recipe.memory is None else config.size_in_bytes(recipe.memory) // 4
 
         def sets(number: float) -> int:
             return int(number * X if budget is None else min(number * X, budget))
 
         stages |= {"embed": E + sets(1)}
-        if recipe.hessian == "backprop":
-            kept = _kept(job) + (recipe.samples or 1)
+        kept = _kept(job) + (recipe.samples or 1) if recipe.hessian == "backprop" else 0
+        if kept:
             vocabulary = count.get(f"{walk.layout.head}.weight", largest) // _width(job)
-            stages |= {
-                "head": head + sets(kept) + 128 * 10 * vocabulary,
-                "backward": P + sets(kept) + 2 * held + sum(m * m for m, _ in linears.values()) + 2 * top * top,
-            }
-        stages |= {"hessian": P + sets(2) + held + squares_a + squares_b + 3 * top * top}
-        solved = max(2 * 3 * n * n + (2 * 3 * m * m if squares_b else 0) + 6 * m * n for m, n in linears.values())
-        stages |= {"solve": 3 * P + sets(1) + squares_a + squares_b + solved}
+            stages |= {"head": head + sets(kept) + 128 * 10 * vocabulary, "backward": 0}
+        stages |= {"hessian": 0, "solve": 0}
+        for i, *_ in walk.kinds():
+            linears, held = _shapes(walk, i), _held_in_batch(job, batch, i)
+            squares_a, squares_b = _squares(job, i)
+            top = max((n for _, n in linears.values()), default=0)
+            if kept:
+                of_b = sum(m * m for m, _ in linears.values())
+                stages["backward"] = max(stages["backward"], P + sets(kept) + 2 * held + of_b + 2 * top * top)
+            stages["hessian"] = max(stages["hessian"], P + sets(2) + held + squares_a + squares_b + 3 * top * top)
+            solved = max((2 * 3 * n * n + (2 * 3 * m * m if squares_b else 0) + 6 * m * n for m, n in linears.values()), default=0)
+            stages["solve"] = max(stages["solve"], 3 * P + sets(1) + squares_a + squares_b + solved)
     else:
         stages |= {"solve": P + 6 * max(math.prod(shape) for shape in shapes.values() if len(shape) > 1)}
     result = {name: base + 4 * size for name, size in stages.items()}
     return {"process": base} | result | {"peak": max(result.values())}
-
-
-def seconds(job: Job, scratch: Path, surveyed: float) -> dict[str, float]:
-    """Estimate of seconds by stage, from doing one block's real work on a few sequences (and on twice as many, if that is quick).
-
-    Args:
-        job: What is to be done.
-        scratch: For the gradients of the probe.
-        surveyed: Seconds that reading the text and every weight took.
-    """
-    from bakron.pipeline import ready
-
-    blocks, count = len(job.walk), passes(job)
-    ready(job.recipe)
-    if job.tokens is None:
-        once = _probe(job, 0, scratch / "none")
-        return _total({"load": surveyed, "solve": blocks * once["solve"], "write": surveyed / 2})
-    sequences = len(job.tokens.ids)
-    few = min(sequences, max(job.recipe.batch, 3 if job.held else 1))
-    start = time.perf_counter()
-    first = _probe(job, few, scratch / "first")
-    more = min(2 * few, sequences)
-    second = _probe(job, more, scratch / "second") if more > few and time.perf_counter() - start < PROBE_SECONDS else None
-
-    def scaled(stage: str) -> float:
-        """Seconds of a stage for all sequences: a share for each, and one for none."""
-        if second is None:
-            return first[stage] * sequences / few
-        each = max(second[stage] - first[stage], 0.0) / (more - few)
-        return max(first[stage] - each * few, 0.0) + each * sequences
-
-    gradients = scaled("head") + blocks * scaled("backward") if count["backward"] else 0.0
-    forward = scaled("forward") * (count["forward"] - blocks * first["passes"])
-    return _total(
-        {
-            "load": surveyed,
-            "calibrate": forward + scaled("embed"),
-            "hessian": gradients + blocks * scaled("hessian"),
-            "solve": blocks * first["solve"],
-            "write": surveyed / 2 + blocks * first["write"],
-        }
-    )
-
-
-def _probe(job: Job, sequences: int, target: Path) -> dict[str, float]:
-    """Seconds of each stage of a run of the first block alone, on so many sequences."""
-    from bakron.pipeline import Clock, run
-
-    clock, stages = Clock(), dict[str, float]()
-    walk = job.walk.first(1)
-    tokens = None if job.tokens is None else replace(job.tokens, ids=job.tokens.ids[:sequences])
-    recipe = job.recipe.model_copy(update={"factors": None, "boundary_memory": None})
-    part = replace(job, walk=walk, tokens=tokens, recipe=recipe)
-    last = time.perf_counter()
-
-    def progress(stage: str, _done: int, _total: int) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        stages[stage] = stages.get(stage, 0.0) + now - last
-        last = now
-
-    estimator = make_estimator(part, target, progress)
-    begun = dict(walk.runs)
-    run(
-        walk,
-        recipe,
-        dtype=job.scale_dtype,
-        clock=clock,
-        ids=None if tokens is None else tokens.ids,
-        estimator=estimator,
-        keep=lambda i, rounded: rundir.write_tensors(rundir.codes_file(target, i), codes_of(rounded)),
-    )
-    did = walk.runs["forward"] - begun["forward"]
-    if tokens is not None:
-        hidden = walk.embed(tokens.ids)
-        last = time.perf_counter()
-        walk.apply(0, hidden)
-        stages["forward"] = time.perf_counter() - last
-    walk.unload()
-    found = {name: stages.get(name, 0.0) for name in ("forward", "head", "backward")}
-    return (
-        found
-        | {"embed": clock.seconds.get("calibrate", 0.0), "hessian": clock.seconds.get("hessian", 0.0), "passes": did}
-        | {name: clock.seconds[name] for name in ("solve", "write")}
-    )
-
-
-def _total(stages: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 1) for name, value in (stages | {"total": sum(stages.values())}).items()}
 
 
 def _blank(job: Job, m: int, n: int) -> Rounded:
@@ -365,20 +285,26 @@ def _sets(job: Job) -> int:
     return 2 if job.tokens is None or job.recipe.hessian != "backprop" else _kept(job) + (job.recipe.samples or 1)
 
 
-def _held_in_batch(job: Job, tokens: int, linears: dict[str, tuple[int, ...]]) -> int:
-    """Numbers that a batch keeps alive in a block: inputs and outputs of linears, and as much again between them."""
-    return tokens * (2 * sum(m for m, _ in linears.values()) + 4 * _width(job))
+def _shapes(walk: Walk, i: int) -> dict[str, tuple[int, int]]:
+    """Shapes `(m, n)` of the linears of block i that are to be quantized."""
+    linears = walk.linears(i)
+    return {name: tuple(linears[name].weight.shape) for name in walk.chosen(i)}
 
 
-def _squares(job: Job, linears: dict[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Numbers in all A and all B of a block: of A one for each linear if tokens are weighted, else one for each input; twice that with sequences held out."""
+def _held_in_batch(job: Job, tokens: int, i: int) -> int:
+    """Numbers that a batch keeps alive in block i: inputs and outputs of linears, and as much again between them."""
+    return tokens * (2 * sum(linear.weight.shape[0] for linear in job.walk.linears(i).values()) + 4 * _width(job))
+
+
+def _squares(job: Job, i: int) -> tuple[int, int]:
+    """Numbers in all A and B of block i: of A one for each linear if tokens are weighted, else for each input; twice that with sequences held out."""
     from bakron.hessian.factor import weighting
 
-    recipe = job.recipe
+    recipe, linears = job.recipe, _shapes(job.walk, i)
     weighted = recipe.hessian not in ("input", None) and weighting(recipe.factor or "mixed").a_by_gradient
-    shared = [names[0] for names in job.walk.shared_inputs(0)]
+    shared = [next((name for name in names if name in linears), None) for names in job.walk.shared_inputs(i)]
     squares_a = sum(n * n for name, (_, n) in linears.items() if weighted or name in shared)
-    squares_a += sum(linears[name][1] ** 2 for name in shared) if recipe.gate and weighted else 0
+    squares_a += sum(linears[name][1] ** 2 for name in shared if name is not None) if recipe.gate and weighted else 0
     squares_b = 0 if recipe.hessian == "input" else sum(m * m for m, _ in linears.values())
     times = 2 if job.held else 1
     return times * squares_a, times * squares_b
@@ -393,15 +319,15 @@ def _gradients(job: Job) -> int:
     assert job.tokens is not None
     kind, (sequences, length) = weighting(job.recipe.factor or "mixed"), job.tokens.ids.shape
     times, width = 2 if job.held else 1, getattr(torch, job.recipe.accumulate or "float32").itemsize
-    shapes = [tuple(linear.weight.shape) for linear in job.walk.linears(0).values()]
-    packed = {size: pack(torch.zeros(size, size)).numel() for shape in shapes for size in shape}
-    each = 0
+    shapes = [shape for i in range(len(job.walk)) for shape in _shapes(job.walk, i).values()]
+    packed = {size: pack(torch.empty(size, size, device="meta")).numel() for size in {size for shape in shapes for size in shape}}
+    every = 0
     for m, n in shapes:
-        each += width * times * (packed[m] + (packed[n] if kind.by_sequence else 0)) + 16
-        each += width * sequences * (1 if kind.by_sequence else 2 * length)
+        every += width * times * (packed[m] + (packed[n] if kind.by_sequence else 0)) + 16
+        every += width * sequences * (1 if kind.by_sequence else 2 * length)
     samples = job.recipe.samples or 1
     held = (1 + samples) * 4 * job.held * length * _width(job)
-    return len(job.walk) * (each + held) + samples * _hidden(job)
+    return every + len(job.walk) * held + samples * _hidden(job)
 
 
 def show(found: Plan) -> str:

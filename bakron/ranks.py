@@ -139,13 +139,14 @@ def share(n: int, place: Place | None = None) -> slice:
     return slice(start, start + least + (place.rank < more))
 
 
-def owners(shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+def owners(shapes: Mapping[str, tuple[int, int]], count: int | None = None) -> dict[str, int]:
     """Which process rounds which linear: the costliest first, each to the one with the least to do so far.
 
     Args:
         shapes: `(m, n)` of each linear; rounding it costs about `m n (m + n)`.
+        count: Of how many; None for the processes of this run.
     """
-    load = [0] * _here.size
+    load = [0] * (count or _here.size)
     found = {}
     for name in sorted(shapes, key=lambda name: -_cost(*shapes[name])):
         found[name] = load.index(min(load))

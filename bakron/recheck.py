@@ -6,10 +6,13 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from bakron import config, rundir
+import pydantic
+from pydantic import BaseModel, Field
+
 from bakron import data as corpus
+from bakron import recipes, rundir
 from bakron.errors import DataError, ModelError, OutputError
 from bakron.job import Job, StoredCodes, make_estimator, prepare
 from bakron.models import load as models
@@ -21,12 +24,42 @@ if TYPE_CHECKING:
 
     from bakron.config import Recipe
     from bakron.hessian import Estimator
-    from bakron.kron import Kron
+    from bakron.kron import Factor, Kron
     from bakron.models.linears import Linear as LinearView
     from bakron.pipeline import Rounded
 
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
+Damping = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Gate(BaseModel):
+    """What is needed of a choice between Hessians."""
+
+    chosen: str
+    damp_a: Damping
+    damp_b: Damping | None
+
+
+class Event(BaseModel):
+    """What is needed of a line of events.jsonl."""
+
+    linear: str
+    gate: Gate | None = None
+    failed: bool = False
+    fallback: Literal["one-sided", "nearest"] | None = None
+
+
+class Summary(BaseModel):
+    """What is needed of summary.json, here and to export the run once more."""
+
+    model: str
+    model_sha256: str
+    calibration: dict[str, Any] | None
+    dtype: Literal["float32", "bfloat16", "float16"]
+    bits_per_weight: float
+    versions: dict[str, str]
+    parameters: dict[str, float]
 
 
 def certify_run(
@@ -62,9 +95,9 @@ def certify_run(
     from bakron.pipeline import Clock
     from bakron.pipeline import run as walk_blocks
 
-    target = Path(run).expanduser()
+    target = rundir.path_of(run)
     summary, events = read_records(target)
-    recipe = config.load(target / rundir.FOLDER / "recipe.yaml").resolve()
+    recipe = recipes.load(target / rundir.FOLDER / "recipe.yaml").resolve()
     if recipe.refit or recipe.polish:
         raise OutputError(
             f"{target} is a run with {'refit' if recipe.refit else 'polish'}, after which values are no nearest-plane rounding any more",
@@ -114,7 +147,7 @@ def certify_run(
 class _Recheck:
     """Stands in for rounding in the block loop: puts the stored values in place and certifies them."""
 
-    def __init__(self, job: Job, stored: StoredCodes, events: dict[str, dict[str, Any]], estimator: Estimator | None) -> None:
+    def __init__(self, job: Job, stored: StoredCodes, events: dict[str, Event], estimator: Estimator | None) -> None:
         self.job, self.stored, self.events, self.estimator = job, stored, events, estimator
         self.places = {f"{job.walk.prefix(i)}.{name}": (i, name) for i in range(len(job.walk)) for name in job.walk.chosen(i)}
 
@@ -131,19 +164,33 @@ class _Recheck:
         if kron is None:
             kron = Kron(torch.eye(W.shape[1]))
         else:
-            gate = self.events[name].get("gate", {"chosen": "two-sided", "damp_a": recipe.damp_a, "damp_b": recipe.damp_b})
-            if "failed" in self.events[name]:
-                kron = Kron(torch.eye(W.shape[1])) if self.events[name]["fallback"] == "nearest" else Kron(kron.A)
-            elif gate["chosen"] == "unweighted":
-                kron = Kron(self.estimator.unweighted[within])  # type: ignore[union-attr]
-            elif gate["damp_b"] is None or recipe.method != "bakron":
+            event = self.events[name]
+            if event.gate is None and event.fallback is None and self.job.recipe.chooses:
+                raise OutputError(
+                    f"events.jsonl of {self.stored.target} does not say what was chosen for {name}", "the records of one run with a choice"
+                )
+            gate = event.gate or Gate.model_construct(chosen="two-sided", damp_a=recipe.damp_a, damp_b=recipe.damp_b)
+            if event.failed:
+                kron = Kron(torch.eye(W.shape[1])) if event.fallback == "nearest" else Kron(kron.A)
+            elif gate.chosen == "unweighted":
+                kron = Kron(self._unweighted(name, within))
+            elif gate.damp_b is None or recipe.method != "bakron":
                 kron = Kron(kron.A)
-            recipe = recipe.model_copy(update={side: gate[side] for side in ("damp_a", "damp_b")})
+            recipe = recipe.model_copy(update={"damp_a": gate.damp_a, "damp_b": gate.damp_b})
             kron, _ = damped(kron, recipe, name)
         proof = certify(values, W, kron, grid, order=recipe.order or "natural")
         linear.weight.data.copy_(values)
-        event = {"linear": name, "shape": list(W.shape), "violations": proof.violations, "max_gap": proof.max_gap}
-        return Rounded(values, codes, grid, event)
+        told = {"linear": name, "shape": list(W.shape), "violations": proof.violations, "max_gap": proof.max_gap}
+        return Rounded(values, codes, grid, told)
+
+    def _unweighted(self, name: str, within: str) -> Factor:
+        found = getattr(self.estimator, "unweighted", {}).get(within)
+        if found is None:
+            raise OutputError(
+                f"events.jsonl of {self.stored.target} says that {name} was rounded with an unweighted A, which its recipe does not try",
+                "the records of one run",
+            )
+        return found
 
 
 def _same_inputs(job: Job, summary: dict[str, Any]) -> None:
@@ -173,8 +220,12 @@ def original(
     return models.find(summary["model"] if model is None else model, tokenizer)
 
 
-def read_records(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Summary and events by linear of a finished run."""
+def read_records(target: Path) -> tuple[dict[str, Any], dict[str, Event]]:
+    """Summary and events by linear of a finished run.
+
+    Raises:
+        OutputError: The run is not finished, or what is needed of its records is not there; the first such entry is named.
+    """
     folder = target / rundir.FOLDER
     if not (folder / "summary.json").is_file():
         raise OutputError(
@@ -184,9 +235,14 @@ def read_records(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]
         )
     try:
         summary = json.loads((folder / "summary.json").read_text("utf-8"))
-        events = {event["linear"]: event for event in rundir.Events.read(folder / "events.jsonl")}
-        if not {"model", "model_sha256", "calibration"} <= summary.keys():
-            raise KeyError("model, model_sha256, calibration")
-        return summary, events
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutputError(f"the records in {folder} cannot be read: {error!r}", "an output directory of bakron quantize") from error
+        Summary.model_validate(summary)
+        events = [Event.model_validate(event) for event in rundir.Events.read(folder / "events.jsonl")]
+        return summary, {event.linear: event for event in events}
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = f"{error.title.lower()}, {'.'.join(map(str, first['loc'])) or 'as a whole'}"
+        raise OutputError(
+            f"the records in {folder} cannot be read: {where}: {first['msg']}", "an output directory of bakron quantize"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise OutputError(f"the records in {folder} cannot be read: {error}", "an output directory of bakron quantize") from error

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bakron import config, formats, rundir
+from bakron import formats, recipes, rundir
 from bakron.errors import ModelError, OutputError, RecipeError
 from bakron.job import StoredCodes, stored_linears
 from bakron.models import load as models
@@ -59,9 +59,9 @@ def export_run(
         ModelError: The model's weights are not those that the run started from, or the format has no words for it.
     """
     log = log or (lambda _: None)
-    origin, target = Path(run).expanduser(), Path(out).expanduser()
+    origin, target = rundir.path_of(run), rundir.path_of(out)
     summary, _ = read_records(origin)
-    recipe = config.load(origin / rundir.FOLDER / "recipe.yaml").resolve()
+    recipe = recipes.load(origin / rundir.FOLDER / "recipe.yaml").resolve()
     gguf_type = _settled(recipe, format, gguf_type)
     _check_target(origin, target)
 
@@ -90,9 +90,9 @@ def export_run(
 def _settled(recipe: Recipe, format: str, gguf_type: str | None) -> str | None:
     """The type of GGUF tensors; refuses a format that cannot hold the run's grids."""
     if format not in formats.FORMATS and format != "gguf":
-        raise RecipeError(f"format {format!r}", config.allowed("format"))
+        raise RecipeError(f"format {format!r}", recipes.allowed("format"))
     if gguf_type is not None and gguf_type not in formats.GGUF_TYPES:
-        raise RecipeError(f"gguf_type {gguf_type!r}", config.allowed("gguf_type"))
+        raise RecipeError(f"gguf_type {gguf_type!r}", recipes.allowed("gguf_type"))
     if gguf_type is not None and format != "gguf":
         raise RecipeError(f"gguf_type {gguf_type} with format {format}", "format gguf")
     levels, own = recipe.levels or 0, formats.holds(recipe.format, recipe.gguf_type).form
@@ -129,7 +129,8 @@ def _content(
     check_content(format, loaded.config, tokenizer, source)
     walk = Walk(loaded, 2, weights=weights)
     walk.choose(recipe.include, recipe.exclude)
-    formats.check_shapes(format, gguf_type, {name: tuple(walk.linears(0)[name].weight.shape) for name in walk.chosen(0)})
+    shapes = {f"{walk.prefix(i)}.{name}": tuple(walk.linears(i)[name].weight.shape) for i in range(len(walk)) for name in walk.chosen(i)}
+    formats.check_shapes(format, gguf_type, shapes)
     linears = stored_linears(walk, StoredCodes(origin, recipe))
     return Content(loaded, weights, tokenizer, source, dtype, linears, [*walk.layout.ignored, *sorted(walk.excluded)])
 

@@ -148,7 +148,7 @@ def read_run(path: str | Path, name: str | None = None, color: int = 0) -> Run:
     Raises:
         OutputError: It is no run directory, or a record in it is damaged.
     """
-    folder = Path(path).expanduser() / rundir.FOLDER
+    folder = rundir.path_of(path) / rundir.FOLDER
     if not (folder / "events.jsonl").is_file():
         raise OutputError(f"{path} holds no run", "an output directory of bakron quantize", "Check the path")
     summary = _read(folder / "summary.json", Summary)
@@ -191,9 +191,9 @@ def _parse(where: str, text: str, kind: type[Any]) -> Any:
 
 
 def _recipe(file: Path) -> dict[str, Any]:
-    from bakron import config
+    from bakron import recipes
 
-    return config.load(file).model_dump() if file.is_file() else {}
+    return recipes.load(file).model_dump() if file.is_file() else {}
 
 
 def kinds(runs: Sequence[Run]) -> list[str]:
@@ -337,9 +337,9 @@ def write(paths: Sequence[str | Path], out: str | Path) -> None:
     """
     if len(paths) > COLORS:
         raise OutputError(f"{len(paths)} runs for one page", f"at most {COLORS}", "Make several reports")
-    file = Path(out).expanduser()
+    file = rundir.path_of(out)
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise OutputError(f"{out} cannot be written", "a file in an existing directory")
-    short = [Path(path).expanduser().resolve().name for path in paths]
+    short = [rundir.path_of(path).resolve().name for path in paths]
     names = short if len(set(short)) == len(short) else [str(path) for path in paths]
     rundir.write_text(file, render([read_run(path, name, color) for color, (path, name) in enumerate(zip(paths, names))]))

@@ -1,8 +1,8 @@
 """Files of a run: written whole or not at all (temporary file, fsync, rename), with checksums, so that an unfinished run can be gone on with.
 
-`OUT/bakron/` holds `run.json` (what the run is: recipe, model, text; written before the work starts), `recipe.yaml`, `gradients/` while there are blocks to
-round, `codes/block_NNNN.safetensors` (the codes of a block, with its events and a checksum), `events.jsonl` (made from those), and at the very end
-`summary.json`, which says that the run is finished.
+`OUT/bakron/` holds `run.json` (what the run is: recipe, model, text; written before the work starts), `recipe.yaml`, while there are blocks to round
+`gradients/` and, if they were asked for, `hessians/` and `solved/` (a file a linear), `codes/block_NNNN.safetensors` (the codes of a block, with its events and
+a checksum), `events.jsonl` (made from those), and at the very end `summary.json`, which says that the run is finished.
 """
 
 from __future__ import annotations
@@ -34,13 +34,30 @@ DTYPES = {
 }  # fmt: skip
 
 
+def path_of(name: str | Path) -> Path:
+    """A path as a user gives it, `~` being the home directory.
+
+    Raises:
+        OutputError: No file can have that name.
+    """
+    try:
+        path = Path(name).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            path.lstat()
+        return path
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, the home of nobody
+        shown = f"{str(name)[:80]!r}{'...' if len(str(name)) > 80 else ''}"
+        why = getattr(error, "strerror", None) or error
+        raise OutputError(f"{shown} is no path that can be used: {why}", "a file or directory", "Choose another path") from error
+
+
 def check_output(out: str | Path) -> Path:
     """The output directory must be absent, empty or hold an unfinished run, and be writable.
 
     Raises:
         OutputError: It is not.
     """
-    path = Path(out).expanduser()
+    path = path_of(out)
     if path.exists() and not path.is_dir():
         raise OutputError(f"{out} is a file", "a new or empty directory", "Choose another output directory")
     if (path / FOLDER / "summary.json").exists():
@@ -76,9 +93,18 @@ def begun(out: Path) -> dict[str, Any] | None:
         found = json.loads(file.read_text("utf-8"))
         if not isinstance(found, dict) or not isinstance(found.get("recipe"), dict):
             raise ValueError("no recipe in it")
+        seconds = found.get("seconds", {})
+        if not isinstance(seconds, dict) or not all(isinstance(value, int | float) and 0 <= value < math.inf for value in seconds.values()):
+            raise ValueError("seconds that are none")
         return found
     except (OSError, ValueError) as error:
         raise OutputError(f"{file} cannot be read: {error}", "the record of an unfinished run", f"Remove {out} and start again") from error
+
+
+def note(out: Path, **facts: Any) -> None:
+    """Add facts to the record of the unfinished run in the output directory, if there is one."""
+    if (found := begun(out)) is not None:
+        write_text(out / FOLDER / "run.json", json.dumps(found | facts, indent=1))
 
 
 def same_run(out: Path, found: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -101,8 +127,12 @@ def same_run(out: Path, found: Mapping[str, Any], here: Mapping[str, Any]) -> No
 
 
 @contextmanager
-def held(out: Path) -> Iterator[None]:
+def held(out: Path, *, together: bool = False) -> Iterator[None]:
     """The output directory for this process alone, for the time of a with statement; however the process ends, it is free again.
+
+    Args:
+        out: Output directory.
+        together: For this process and others that ask for it in the same way.
 
     Raises:
         OutputError: Another process has it.
@@ -110,17 +140,39 @@ def held(out: Path) -> Iterator[None]:
     folder = out / FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise OutputError(f"{folder} cannot be made: {error.strerror}", "a writable directory with room on its disk") from error
+    with _locked(folder, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB):
+        yield
+
+
+@contextmanager
+def alone(file: Path) -> Iterator[None]:
+    """A file for this process alone, for the time of a with statement; waits for another one that has it.
+
+    Raises:
+        OutputError: It is missing.
+    """
+    with _locked(file, fcntl.LOCK_EX):
+        yield
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be read: {error.strerror}", "a file or directory of a run") from error
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, how)
         except BlockingIOError as error:
-            raise OutputError(f"another process is working in {out}", "one run a directory", "Wait for it, or choose another") from error
+            raise OutputError(
+                f"another process is working in {path.parent}", "one run a directory", "Wait for it, or choose another"
+            ) from error
         except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.EBADF, errno.EINVAL):  # file systems without locks on directories
-                raise OutputError(f"{folder} cannot be locked: {error.strerror}", "a writable directory") from error
+            if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.EBADF, errno.EINVAL):  # file systems without locks like these
+                raise OutputError(f"{path} cannot be locked: {error.strerror}", "a writable directory") from error
         yield
     finally:
         os.close(descriptor)
@@ -132,7 +184,7 @@ def check_store(path: str | Path) -> None:
     Raises:
         OutputError: It is not.
     """
-    _check_writable(Path(path).expanduser())
+    _check_writable(path_of(path))
 
 
 def _check_writable(path: Path) -> None:
@@ -161,9 +213,9 @@ def first_damaged(folder: Path) -> str | None:
     return None
 
 
-def discard_scratch(out: Path) -> None:
-    """Remove what is of no use once every block is rounded: the gradient pass and room for activations."""
-    for name in ("gradients", "spill"):
+def discard_scratch(out: Path, *names: str) -> None:
+    """Remove what is of no use once every block is rounded, or some of it: the gradient pass, stored Hessians and what was solved from them, activations."""
+    for name in names or ("gradients", "hessians", "solved", "spill"):
         shutil.rmtree(out / FOLDER / name, ignore_errors=True)
 
 

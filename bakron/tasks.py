@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -95,7 +96,7 @@ def _resolve(tasks: tuple[str, ...], folder: str | Path | None) -> tuple[list[st
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise RecipeError("--tasks without the package lm-eval", None, "pip install lm-eval") from error
-    if folder is not None and not Path(folder).is_dir():
+    if folder is not None and not os.path.isdir(folder):
         raise RecipeError(f"task folder {folder} does not exist", "a directory of task files")
     missing = list(tasks)
     for defaults in (True,) if folder is None else (False, True):

@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from machine import RESULTS, demo_model, describe
 
-from bakron import config, data, rundir
+from bakron import config, data, recipes, rundir
 from bakron.evaluation import compare
 from bakron.hessian import ESTIMATORS
 from bakron.hessian.factor import FACTORS, weighting
@@ -125,7 +125,7 @@ def _row(
     store: Path,
     more: Extra,
 ) -> dict[str, Any]:
-    recipe = config.from_dict({"levels": levels, "group_size": group_size, "seed": seed, **ROWS[name]}).resolve()
+    recipe = recipes.from_dict({"levels": levels, "group_size": group_size, "seed": seed, **ROWS[name]}).resolve()
     walk, clock = Walk(model, ids.shape[1], batch=recipe.batch, precision=recipe.precision), Clock()
     counts = {"weights": 0, "scales": 0}
 

@@ -209,6 +209,67 @@ def test_evaluate_prints_and_writes_its_figures(run, place, tmp_path):
     assert "\r" not in call.err and "Warning" not in call.err and len(call.err.splitlines()) < 5
 
 
+def inside(monkeypatch, *arguments):
+    """Exit status of the command, run in this process."""
+    from bakron import cli
+
+    monkeypatch.setattr("sys.argv", ["bakron", *map(str, arguments)])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+LONG, DEEP = "x" * 300, "/".join(["x" * 200] * 30)
+
+
+@pytest.mark.parametrize("name", [LONG, DEEP, f"{LONG}/out", "~nobody-of-this-name/out"], ids=["long", "deep", "below", "home"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("quantize", "MODEL", "NAME", *SMALL),
+        ("quantize", "NAME", "OUT", *SMALL),
+        ("quantize", "MODEL", "OUT", *SMALL, "--data", "NAME"),
+        ("quantize", "MODEL", "OUT", *SMALL, "--recipe", "NAME"),
+        ("quantize", "MODEL", "OUT", *SMALL, "--factors", "NAME"),
+        ("quantize", "MODEL", "OUT", *SMALL, "--json", "NAME"),
+        ("prepare", "MODEL", "NAME", "--inputs", "original"),
+        ("solve", "NAME", "--shard", "1/2"),
+        ("evaluate", "MODEL", "--reference", "NAME"),
+        ("export", "NAME", "OUT", "--format", "dense"),
+        ("export", "MODEL", "NAME", "--format", "dense"),
+        ("certify", "NAME"),
+        ("report", "NAME"),
+        ("report", "MODEL", "-o", "NAME"),
+        ("bench", "solver", "--json", "NAME"),
+    ],
+    ids=" ".join,
+)
+def test_names_that_no_file_can_have_end_in_one_line(arguments, name, place, tmp_path, monkeypatch, capsys):
+    names = {"NAME": name, "MODEL": place / "model", "OUT": tmp_path / "out"}
+    assert inside(monkeypatch, *(names.get(word, word) for word in arguments)) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and len(told) < 600
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_quiet_plan_prints_its_problems_only(place, tmp_path, monkeypatch, capsys):
+    assert (
+        inside(monkeypatch, "plan", place / "model", "-q", "--method", "rtn", "--group-size", "32", "--json", tmp_path / "plan.json") == 0
+    )
+    assert capsys.readouterr() == ("", "") and json.loads((tmp_path / "plan.json").read_text())["problems"] == []
+    assert inside(monkeypatch, "plan", place / "model", "-q", "--method", "rtn", "--group-size", "48") == 1
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("problem: group size 48")
+
+
+def test_counts_and_nouns_agree():
+    from bakron.cli import _many
+
+    assert [_many(count, "linear") for count in (0, 1, 2)] == ["0 linears", "1 linear", "2 linears"]
+
+
 def test_quiet_run_prints_nothing(place, tmp_path):
     call = Call("quantize", place / "model", tmp_path / "out", *SMALL, "--data", place / "text.txt", "-q")
     assert (call.status, call.out, call.err) == (0, "", "")

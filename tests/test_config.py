@@ -1,12 +1,14 @@
 import re
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bakron import config
-from bakron.config import Recipe, from_dict
+from bakron import config, recipes
+from bakron.config import Recipe
 from bakron.errors import RecipeError
+from bakron.recipes import from_dict
 
 METHODS = ["rtn", "gptq", "bakron"]
 
@@ -114,8 +116,8 @@ def test_resolved_recipe_survives_the_file_and_resolves_to_itself(tmp_path_facto
     except RecipeError:
         return
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    path.write_text(config.dump(recipe), encoding="utf-8")
-    again = config.load(path)
+    path.write_text(recipes.dump(recipe), encoding="utf-8")
+    again = recipes.load(path)
     assert again == recipe == again.resolve()
 
 
@@ -143,7 +145,7 @@ def test_presets_are_short_for_settings_and_give_way_to_those_given():
     )
     assert from_dict({"method": "yaqa", "damp_b": 1.0, "factor": "kfac"}).resolve().damp_b == 1.0
     assert from_dict({"method": "bakron-backprop", "factor": "kl"}).resolve().factor == "kl"
-    assert config.PRESETS.keys() | {"rtn", "gptq", "bakron"} == set(config.get_args(config.Method))
+    assert config.PRESETS.keys() | {"rtn", "gptq", "bakron"} == set(get_args(config.Method))
 
 
 # --- choices that would do nothing ----------------------------------------------------------------
@@ -288,7 +290,7 @@ def test_all_wrong_entries_at_once():
 def test_every_field_explains_itself(name):
     field = Recipe.model_fields[name]
     assert field.description and len(field.description) > 20 and field.description.endswith((".", "..."))
-    assert config.allowed(name)
+    assert recipes.allowed(name)
 
 
 # --- the file ---------------------------------------------------------------------------------------
@@ -297,17 +299,35 @@ def test_every_field_explains_itself(name):
 def test_file_and_overrides(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("method: gptq\nbits: 3\ndamp_a: 1e-2\n")
-    recipe = config.load(path, seed=3)
+    recipe = recipes.load(path, seed=3)
     assert (recipe.method, recipe.bits, recipe.damp_a, recipe.seed) == ("gptq", 3, 0.01, 3)
-    assert config.load(path, method="bakron").method == "bakron"
-    assert config.load(path, levels=7).resolve().levels == 7, "levels given on top displace the file's bits"
-    assert config.load(None, levels=7) == Recipe(levels=7)
+    assert recipes.load(path, method="bakron").method == "bakron"
+    assert recipes.load(path, levels=7).resolve().levels == 7, "levels given on top displace the file's bits"
+    assert recipes.load(None, levels=7) == Recipe(levels=7)
+
+
+def test_settings_of_the_file_that_the_command_line_makes_idle_are_named_as_the_files(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("method: bakron\ndamp_b: 0.5\nlabels: sampled\nskip_first: false\npolish: null\n")
+    told = refusal(recipes.resolved, path, {"method": "gptq"})
+    assert told == (
+        "labels would do nothing with hessian input, which takes no gradients. Drop labels, or choose hessian backprop. "
+        f'{path} says labels "sampled": change it there, or leave that recipe out.'
+    )
+    told = refusal(recipes.resolved, path, {"method": "rtn", "seed": 1})
+    assert told.startswith("damp_b and labels would do nothing with method rtn") and f'{path} says damp_b 0.5 and labels "sampled":' in told
+    assert recipes.resolved(path, {"method": "gptq", "hessian": "backprop", "damp_b": None}).method == "gptq"
+    # what is wrong by itself, or on the command line alone, is nobody else's fault
+    assert "says" not in refusal(recipes.resolved, path, {"samples": 2, "labels": "empirical"})
+    assert str(path) not in refusal(recipes.resolved, None, {"method": "rtn", "gate": True})
+    told = refusal(recipes.resolved, {"method": "bakron", "damp_b": 0.5}, {"method": "gptq"})
+    assert told.endswith("the recipe says damp_b 0.5: change it there, or leave that recipe out.")
 
 
 def test_empty_file_is_the_defaults(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("# nothing\n")
-    assert config.load(path) == Recipe()
+    assert recipes.load(path) == Recipe()
 
 
 @pytest.mark.parametrize(
@@ -326,18 +346,18 @@ def test_empty_file_is_the_defaults(tmp_path):
 def test_bad_file(tmp_path, content, message):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(content)
-    assert re.search(message, refusal(config.load, path))
+    assert re.search(message, refusal(recipes.load, path))
 
 
 def test_missing_file_and_directory(tmp_path):
-    assert refusal(config.load, tmp_path / "no.yaml").startswith(f"there is no recipe file {tmp_path / 'no.yaml'}")
-    assert f"the recipe file {tmp_path} cannot be read: Is a directory" in refusal(config.load, tmp_path)
+    assert refusal(recipes.load, tmp_path / "no.yaml").startswith(f"there is no recipe file {tmp_path / 'no.yaml'}")
+    assert f"the recipe file {tmp_path} cannot be read: Is a directory" in refusal(recipes.load, tmp_path)
 
 
 def test_wrong_override_does_not_blame_the_file(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("bits: 3\n")
-    assert refusal(config.load, path, seed=-1) == "seed is -1; expected a whole number from 0 to 9223372036854775807."
+    assert refusal(recipes.load, path, seed=-1) == "seed is -1; expected a whole number from 0 to 9223372036854775807."
 
 
 def test_recipe_error_keeps_its_parts():

@@ -147,6 +147,24 @@ def test_torchrun_gives_what_one_process_gives(place, tmp_path):
 
 
 @pytest.mark.timeout(900)
+def test_hessians_stored_by_two_processes_are_solved_by_any(place, tmp_path):
+    changes = {"gate": False, "inputs": "original"}
+    flags = [*(word for word in FLAGS if word != "--gate"), "--inputs", "original", "--data", place / "text.txt"]
+    expected = bakron.quantize(place / "model", tmp_path / "one", data=str(place / "text.txt"), **RECIPE | changes)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "bakron"]
+    for command in ("prepare", "quantize"):
+        words = [*launch, command, place / "model", tmp_path / "out", *flags]
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=WAIT)
+        assert done.returncode == 0, done.stderr
+        if command == "prepare":
+            assert done.stdout.count("Hessians of 21 linears") == 1
+            assert bakron.solve_shard(tmp_path / "out", 1, 2)["all_solved"] < 21  # the rest is left to the two
+    assert_same_codes(tmp_path / "out", tmp_path / "one")
+    summary = json.loads((tmp_path / "out" / "bakron" / "summary.json").read_text())
+    assert summary["processes"] == 2 and summary["recipe"] == expected["recipe"] and summary["parameters"] == expected["parameters"]
+
+
+@pytest.mark.timeout(900)
 def test_a_lost_process_ends_the_run_and_any_number_goes_on(place, tmp_path):
     out = tmp_path / "out"
     (code, survivor), (status, _) = together(2, "quantize", place, out, "backward", 2, 1)

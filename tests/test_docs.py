@@ -19,6 +19,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = {
     "quantize": ["--length", "32", "--sequences", "4"],
+    "prepare": ["--length", "32", "--sequences", "4"],
     "plan": ["--length", "32", "--sequences", "4"],
     "evaluate": ["--length", "32", "--sequences", "2"],
 }

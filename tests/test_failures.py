@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 import bakron
-from bakron import api, config, data, pipeline
+from bakron import api, data, pipeline, recipes
 from bakron.errors import BakronError, DataError, FactorError, ModelError, OutputError, RecipeError
 from bakron.export import Linear, compressed_tensors
 from bakron.grids import UniformGrid
@@ -64,7 +64,7 @@ def sides(thin, size=24):
 @pytest.mark.parametrize("side", ["a", "b", "both"])
 def test_b01_rank_deficient_factors_are_damped_more_and_told(side):
     x = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
-    recipe = config.from_dict({"damp_a": 0.0, "damp_b": 0.0, "levels": 7}).resolve()
+    recipe = recipes.from_dict({"damp_a": 0.0, "damp_b": 0.0, "levels": 7}).resolve()
     kron, raised = pipeline.damped(sides(x.T @ x)[side], recipe, "p")
     W = torch.randn(24, 24)
     solution = bakron.solve(W, kron, UniformGrid.fit(W, 7))

@@ -10,7 +10,7 @@ from test_hessian import SEED, SMALL, Walk, tokens
 from tiny import VOCABULARY, save_tiny, tiny_model, tiny_tokenizer
 
 import bakron
-from bakron import config, pipeline
+from bakron import pipeline, recipes
 from bakron.config import DAMPINGS, Recipe
 from bakron.errors import OutputError, RecipeError
 from bakron.grids import UniformGrid
@@ -182,10 +182,10 @@ def test_auto_and_gate_go_together(quantize):
 
 def test_a_damping_is_a_number_or_auto():
     for value in ("0.25", 0.25):
-        assert config.from_dict({"damp_b": value}).damp_b == 0.25
+        assert recipes.from_dict({"damp_b": value}).damp_b == 0.25
     for value in ("much", -1, "nan"):
         with pytest.raises(RecipeError, match="a number of at least 0, or auto"):
-            config.from_dict({"damp_a": value})
+            recipes.from_dict({"damp_a": value})
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_damping_is_a_number_or_auto():
 )
 def test_auto_needs_gradients_and_sequences_to_choose_by(recipe, said):
     with pytest.raises(RecipeError, match=said):
-        config.from_dict(recipe).resolve()
+        recipes.from_dict(recipe).resolve()
 
 
 def test_sequences_held_out_are_an_eighth_and_at_least_two():

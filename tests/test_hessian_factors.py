@@ -7,7 +7,7 @@ import torch
 from test_hessian import SEED, SMALL, assert_near, autograd, inputs_of_blocks, tokens
 from tiny import KINDS, tiny_model
 
-from bakron import config
+from bakron import config, recipes
 from bakron.errors import RecipeError
 from bakron.hessian import FACTORS, BackpropEstimator
 from bakron.hessian.factor import Step, weighting
@@ -207,22 +207,22 @@ def test_recipe_and_table_know_the_same_names():
     assert weighting("shampoo:1") == FACTORS["shampoo"] and weighting("kl:3") == FACTORS["kl"]
     for name in [*FACTORS, "shampoo:7", "kl:99"]:
         weighting(name)
-        assert config.from_dict({"factor": name}).resolve().factor == name
+        assert recipes.from_dict({"factor": name}).resolve().factor == name
 
 
 @pytest.mark.parametrize("name", ["shampoo:0", "shampoo:", "kfac:2", "mixed:2", "kl:100", "shampoo:-1", "", "Shampoo"])
 def test_unknown_names_are_refused_with_the_known_ones(name):
     with pytest.raises(ValueError, match="shampoo:K and kl:K"):
         weighting(name)
-    with pytest.raises(config.RecipeError) as caught:
-        config.from_dict({"factor": name})
+    with pytest.raises(RecipeError) as caught:
+        recipes.from_dict({"factor": name})
     assert "kfac, shampoo, shampoo:K, mixed, sequence, kl or kl:K (K = 1 to 99 steps)" in str(caught.value)
 
 
 def test_sequence_goes_with_original_inputs():
-    assert config.from_dict({"factor": "sequence"}).resolve().inputs == "original"
-    with pytest.raises(config.RecipeError, match="factor sequence takes inputs and gradients together, both of the original model"):
-        config.from_dict({"factor": "sequence", "inputs": "quantized"}).resolve()
+    assert recipes.from_dict({"factor": "sequence"}).resolve().inputs == "original"
+    with pytest.raises(RecipeError, match="factor sequence takes inputs and gradients together, both of the original model"):
+        recipes.from_dict({"factor": "sequence", "inputs": "quantized"}).resolve()
 
 
 @pytest.mark.parametrize("other", ["shampoo:2", "sequence", "kl"])

@@ -1,13 +1,14 @@
 """Local Hessians against finite differences of the losses they stand for, in float64, through the models' own attention and MLP."""
 
 import copy
+from typing import get_args
 
 import pytest
 import torch
 from test_hessian import assert_near, inputs_of_blocks, tokens
 from tiny import KINDS, tiny_model
 
-from bakron import config
+from bakron import config, recipes
 from bakron.errors import RecipeError
 from bakron.grids import UniformGrid
 from bakron.hessian import ESTIMATORS, InputEstimator
@@ -229,19 +230,19 @@ def test_hooks_and_graphs_are_gone_afterwards():
 
 
 def test_recipe_and_table_know_the_same_estimators():
-    assert set(config.get_args(config.Hessian)) == set(ESTIMATORS) == {"input", "backprop", *LOCAL}
+    assert set(get_args(config.Hessian)) == set(ESTIMATORS) == {"input", "backprop", *LOCAL}
     assert set(LOCAL) == {f"{part}-local" for part in PARTS} | {"heads-local", "fully-local"}
 
 
 @pytest.mark.parametrize("hessian", LOCAL)
 def test_recipe_of_a_local_hessian(hessian):
-    recipe = config.from_dict({"hessian": hessian}).resolve()
+    recipe = recipes.from_dict({"hessian": hessian}).resolve()
     assert (recipe.factor, recipe.damp_a, recipe.damp_b, recipe.inputs) == ("mixed", 0.1, 1.0, "quantized")
     with pytest.raises(RecipeError) as caught:
-        config.from_dict({"hessian": hessian, "factor": "sequence"}).resolve()
+        recipes.from_dict({"hessian": hessian, "factor": "sequence"}).resolve()
     assert f"factor sequence with hessian {hessian}; expected kfac, shampoo or mixed" in str(caught.value)
     with pytest.raises(RecipeError) as caught:
-        config.from_dict({"hessian": hessian, "factors": "cache"}).resolve()
+        recipes.from_dict({"hessian": hessian, "factors": "cache"}).resolve()
     assert f"factors would do nothing with hessian {hessian}, which takes no gradients" in str(caught.value)
     with pytest.raises(RecipeError):
         ESTIMATORS[hessian](AnyWalk(tiny_model("llama"), 4), factor="kl")

@@ -8,7 +8,7 @@ import torch
 from test_hessian import SEED, SMALL, Walk, assert_near, autograd, exact_fisher, inputs_of_blocks, second_moment, tokens
 from tiny import tiny_model
 
-from bakron import config
+from bakron import recipes
 from bakron.errors import ModelError, RecipeError
 from bakron.hessian import ESTIMATORS, BackpropEstimator, InputEstimator, gradients
 from bakron.hessian.factor import Gram, unpack, weighting
@@ -101,10 +101,10 @@ def test_clipping_that_touches_b_is_part_of_a_stored_pass(tmp_path):
 
 def test_clip_needs_weights():
     with pytest.raises(RecipeError, match="clip would do nothing with factor kfac"):
-        config.from_dict({"factor": "kfac", "clip": 0.9}).resolve()
+        recipes.from_dict({"factor": "kfac", "clip": 0.9}).resolve()
     for value in (0, 1, -0.5, "much"):
         with pytest.raises(RecipeError, match="a number between 0 and 1"):
-            config.from_dict({"clip": value})
+            recipes.from_dict({"clip": value})
 
 
 # --- the first token ---------------------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_gate_needs_an_output_factor_and_three_sequences():
         (dict(sequences=2), "at least 3 sequences"),
     ):
         with pytest.raises(RecipeError, match=said):
-            config.from_dict({"gate": True, **recipe}).resolve()
+            recipes.from_dict({"gate": True, **recipe}).resolve()
 
 
 # --- modules that are used twice ---------------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_the_benchmark_knows_every_hessian_and_every_factorisation():
     import hessian
     import quality
 
-    resolved = {name: config.from_dict({"levels": 7, **row}).resolve() for name, row in hessian.rows().items()}
+    resolved = {name: recipes.from_dict({"levels": 7, **row}).resolve() for name, row in hessian.rows().items()}
     assert {recipe.hessian for recipe in resolved.values()} == set(ESTIMATORS)
     assert {recipe.factor for recipe in resolved.values()} == {None, "kfac", "shampoo", "shampoo:3", "mixed", "sequence", "kl"}
     passes = {}
@@ -390,7 +390,7 @@ def test_errors_held_out_are_those_of_every_sample(tmp_path):
 
 def test_samples_need_sampled_labels_and_room():
     with pytest.raises(RecipeError, match="samples 2 with labels empirical, of which a token has one"):
-        config.from_dict({"labels": "empirical", "samples": 2}).resolve()
+        recipes.from_dict({"labels": "empirical", "samples": 2}).resolve()
     walk, ids = Walk(tiny_model("llama", **SMALL), 8), tokens(2, 8, vocabulary=8)
     one = gradients.boundary_bytes(walk, ids)
     assert gradients.slots_in(walk, ids, 6 * one) == 3 and gradients.slots_in(walk, ids, 8 * one, samples=3) == 3

@@ -9,7 +9,7 @@ import torch
 from test_hessian import tokens
 from tiny import tiny_model
 
-from bakron import config, rundir
+from bakron import config, recipes, rundir
 from bakron.errors import RecipeError
 from bakron.hessian import BackpropEstimator, gradients, schedule
 from bakron.hessian.factor import FACTORS
@@ -151,16 +151,16 @@ def test_estimator_chooses_what_the_memory_holds_and_counts(tmp_path):
 )
 def test_sizes(text, size):
     assert config.size_in_bytes(text) == size
-    assert config.from_dict({"boundary_memory": text}).resolve().boundary_memory == text
+    assert recipes.from_dict({"boundary_memory": text}).resolve().boundary_memory == text
 
 
 @pytest.mark.parametrize("text", ["much", "-1GB", "GB", "1XB", "", "1iB"])
 def test_no_sizes(text):
     with pytest.raises(RecipeError, match="a size such as 800MB or 4GB"):
-        config.from_dict({"boundary_memory": text})
+        recipes.from_dict({"boundary_memory": text})
 
 
 @pytest.mark.parametrize("recipe", [dict(method="gptq"), dict(hessian="mlp-local"), dict(method="rtn")])
 def test_boundary_memory_belongs_to_backprop(recipe):
     with pytest.raises(RecipeError, match="boundary_memory would do nothing"):
-        config.from_dict({"boundary_memory": "1GB", **recipe}).resolve()
+        recipes.from_dict({"boundary_memory": "1GB", **recipe}).resolve()

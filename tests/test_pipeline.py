@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny import KINDS, save_tiny, tiny_model, tiny_tokenizer
 
 import bakron
-from bakron import config, data, pipeline
+from bakron import data, pipeline, recipes
 from bakron.config import Recipe
 from bakron.errors import BakronError, DataError, FactorError, ModelError, OutputError, RecipeError
 from bakron.grids import UniformGrid, code_range
@@ -187,14 +187,14 @@ def test_recipe_of_a_run_repeats_it(recipe, quantize):
     again = quantize(recipe=first.out / "bakron" / "recipe.yaml")
     assert again.weights == first.weights
     assert again.recipe == first.recipe == first.summary["recipe"]
-    assert config.load(first.out / "bakron" / "recipe.yaml").resolve() == config.from_dict(first.recipe)
+    assert recipes.load(first.out / "bakron" / "recipe.yaml").resolve() == recipes.from_dict(first.recipe)
 
 
 @pytest.mark.parametrize("kind", ["path", "string", "object"])
 def test_recipe_in_any_form_and_overrides_win(kind, quantize, place, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(f"method: gptq\nlevels: 15\ngroup_size: 16\nsequences: 4\nlength: 32\ndata: {place}/text.txt\n")
-    given = {"path": file, "string": str(file), "object": config.load(file)}[kind]
+    given = {"path": file, "string": str(file), "object": recipes.load(file)}[kind]
     run = quantize(recipe=given, levels=4)
     assert (run.recipe["method"], run.recipe["group_size"], run.recipe["levels"]) == ("gptq", 16, 4)
     assert max(int(codes.max()) for codes in run.codes.values()) == 1
@@ -546,7 +546,7 @@ def test_factor_that_no_damping_cures_is_refused_by_name():
 
     A = torch.eye(4)
     A[0, 1] = A[1, 0] = 50.0  # eigenvalue -49
-    recipe = config.from_dict({"method": "gptq", "damp_a": 0.1}).resolve()
+    recipe = recipes.from_dict({"method": "gptq", "damp_a": 0.1}).resolve()
     with pytest.raises(FactorError) as caught:
         pipeline.damped(Kron(A), recipe, "model.layers.0.mlp.up_proj")
     assert str(caught.value).startswith("model.layers.0.mlp.up_proj, factor A: a Hessian factor [4, 4] that is not positive definite")
@@ -557,9 +557,9 @@ def test_one_side_is_raised_alone():
 
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     thin = x.T @ x
-    recipe = config.from_dict({"method": "bakron", "damp_a": 0.0, "damp_b": 0.5}).resolve()
+    recipe = recipes.from_dict({"method": "bakron", "damp_a": 0.0, "damp_b": 0.5}).resolve()
     assert pipeline.damped(Kron(thin, torch.eye(5)), recipe, "p")[0].damping == {"a": ((1e-4, "diagonal"),), "b": ((0.5, "diagonal"),)}
-    recipe = config.from_dict({"method": "bakron", "damp_a": 0.5, "damp_b": 0.0}).resolve()
+    recipe = recipes.from_dict({"method": "bakron", "damp_a": 0.5, "damp_b": 0.0}).resolve()
     assert pipeline.damped(Kron(torch.eye(5), thin), recipe, "p")[0].damping == {"a": ((0.5, "diagonal"),), "b": ((1e-4, "diagonal"),)}
 
 

@@ -193,6 +193,39 @@ def test_damaged_gradients_are_named_and_made_again(stage, number, place, tmp_pa
     assert_equal_runs(tmp_path / "out", whole(place, "bakron"))
 
 
+def test_seconds_add_up_over_sessions(place, tmp_path):
+    out, record = tmp_path / "out", tmp_path / "out" / "bakron" / "run.json"
+    told = {}
+
+    def progress(stage, done, _total):
+        if (stage, done) in (("backward", 1), ("quantize", 1)):  # what a kill from here on would leave
+            told[stage] = json.loads(record.read_text())["seconds"]
+        if (stage, done) == ("quantize", 2):
+            raise Cut
+
+    with pytest.raises(Cut):
+        bakron.quantize(place / "model", out, progress=progress, **options(place, "bakron"))
+    found = json.loads(record.read_text())
+    assert told["backward"]["hessian"] > 0 and "solve" not in told["backward"]  # of a stage that was still under way
+    assert told["backward"]["total"] < told["quantize"]["total"] < found["seconds"]["total"]
+    assert set(found["seconds"]) == {"load", "calibrate", "hessian", "solve", "write", "total"} and min(found["seconds"].values()) >= 0
+    before = {"load": 1e6, "calibrate": 2e6, "hessian": 3e6, "solve": 4e6, "write": 5e6, "total": 16e6}  # no machine is as slow as this
+    record.write_text(json.dumps(found | {"seconds": before}))
+    summary = bakron.quantize(place / "model", out, **options(place, "bakron"))
+    assert all(0 <= summary["seconds"][stage] - before[stage] < 1e5 for stage in before)
+    assert summary["core_share"] == pytest.approx(4 / 16, abs=0.01) and summary["sessions"] == 2
+    events = [json.loads(line) for line in (out / "bakron" / "events.jsonl").read_text().splitlines()]
+    assert [event["elapsed"] > 16e6 for event in events] == [event["block"] >= 2 for event in events]
+    assert_equal_runs(out, whole(place, "bakron"))
+
+
+@pytest.mark.parametrize("seconds", [[], {"load": "1"}, {"load": -1}, {"total": float("inf")}, {"total": float("nan")}])
+def test_seconds_that_are_none_are_refused(seconds, place, unfinished, tmp_path):
+    rundir.write_text(tmp_path / "bakron" / "run.json", json.dumps(rundir.begun(unfinished) | {"seconds": seconds}))
+    with pytest.raises(OutputError, match=r"run\.json cannot be read: seconds that are none"):
+        bakron.quantize(place / "model", tmp_path, **options(place, "bakron"))
+
+
 # --- of this run, and of no other --------------------------------------------------------------------------------------------------------
 
 

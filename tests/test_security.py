@@ -16,7 +16,7 @@ import torch
 from tiny import save_tiny, save_tiny_gguf
 
 import bakron
-from bakron import config, data
+from bakron import config, data, recipes
 from bakron.errors import BakronError
 from bakron.models import layout, load
 
@@ -36,7 +36,7 @@ def place(tmp_path_factory):
     (path / "model" / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, "model.safetensors")})
     )
-    (path / "recipe.yaml").write_text(config.dump(config.Recipe()))
+    (path / "recipe.yaml").write_text(recipes.dump(config.Recipe()))
     (path / "text.jsonl").write_text("".join(json.dumps({"text": SENTENCE, "id": i}) + "\n" for i in range(20)))
     pyarrow.parquet.write_table(pyarrow.table({"text": [SENTENCE] * 50, "id": list(range(50))}), path / "text.parquet")
     return path
@@ -164,7 +164,7 @@ def text(path):
 
 
 def recipe(path):
-    config.load(path).resolve()
+    recipes.load(path).resolve()
 
 
 TARGETS = {  # file within the place: how it is changed, what reads it and from where, cases
@@ -371,7 +371,7 @@ RECIPES = {
 def test_hostile_recipe(name, tmp_path):
     content, words = RECIPES[name]
     (tmp_path / "recipe.yaml").write_text(content.replace("{ran}", str(tmp_path / "ran")))
-    message = refusal(config.load, tmp_path / "recipe.yaml")
+    message = refusal(recipes.load, tmp_path / "recipe.yaml")
 
     assert re.search(words, message) and len(message) < 1000
     assert not (tmp_path / "ran").exists()

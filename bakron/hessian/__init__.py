@@ -47,7 +47,7 @@ class Estimator(Protocol):
     outliers: dict[str, dict[str, Any]]
 
     def block(self, i: int, inputs: Tensor) -> dict[str, Kron]:
-        """Undamped Krons of all linears of block i, whose inputs are `[N, T, d]` on the CPU."""
+        """Undamped Krons of the linears of block i that are to be quantized, at least one, whose inputs are `[N, T, d]` on the CPU."""
         ...
 
 

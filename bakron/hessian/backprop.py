@@ -45,6 +45,7 @@ class BackpropEstimator:
         skip: First tokens of each sequence that count neither in A nor in B.
         held: Last sequences that can be held out: `heldout` measures errors on their gradients, and `tried` is made without them.
         gate: Also make the unweighted A's.
+        every: Let the gradient pass keep what every linear needs, for runs that quantize others of them, and not only those that are to be quantized now.
         dtype: Of products and sums, float32 or float64.
         boundary_memory: Bytes for block inputs and gradients between blocks; None keeps every block's input. Less memory costs more forward passes, and
             changes nothing else.
@@ -77,6 +78,7 @@ class BackpropEstimator:
         skip: int = 0,
         held: int = 0,
         gate: bool = False,
+        every: bool = False,
         dtype: torch.dtype = torch.float32,
         boundary_memory: int | None = None,
         progress: Progress | None = None,
@@ -119,6 +121,7 @@ class BackpropEstimator:
                 dtype=dtype,
                 slots=slots_in(walk, ids[rows_here(len(ids), held)], boundary_memory, samples),
                 key=json.dumps(key, sort_keys=True),
+                every=every,
                 progress=progress or (lambda *_: None),
             )
             ranks.by_first(lambda: rundir.write_text(store / MANIFEST, json.dumps(key, indent=1)))
@@ -137,7 +140,7 @@ class BackpropEstimator:
         stored = rundir.read_tensors(block_file(self.store, i))
         length = inputs.shape[1]
         linears, owners = self.walk.linears(i), self.walk.owners(i)
-        mine = {name: linear for name, linear in linears.items() if owners[name] == ranks.rank()}
+        mine = {name: linears[name] for name in self.walk.chosen(i) if owners[name] == ranks.rank()}
         held = len(range(self.held)[ranks.share(self.held)])
         parts = (len(inputs) - held, held) if self.held else (len(inputs),)
 
@@ -168,7 +171,7 @@ class BackpropEstimator:
         else:
             weights = {}
             if self.weighting.a_by_gradient:
-                for name in linears:
+                for name in self.walk.chosen(i):
                     of_all = stored[f"{name}.gradient"].reshape(-1, length)
                     weights[name] = of_all[rows_here(len(of_all), self.held)]
                     if self.clip is not None:

@@ -18,7 +18,7 @@ process alone would have written. Only the gradient to go on from is kept by eac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -88,6 +88,7 @@ def gradient_pass(
     dtype: torch.dtype = torch.float32,
     slots: int | None = None,
     key: str = "",
+    every: bool = False,
     progress: Progress,
 ) -> dict[str, int]:
     """Forward to the head, then back block by block; one file a block in `store`. A pass that was cut short there goes on from the last block that is done.
@@ -106,6 +107,7 @@ def gradient_pass(
         dtype: Of products and sums.
         slots: Block inputs kept at once, from `slots_in`; None keeps all.
         key: Identifies the pass; one of another key is not gone on with.
+        every: Keep what every linear needs, and not only those that are to be quantized.
         progress: Called with (stage, done, total).
 
     Returns:
@@ -141,8 +143,9 @@ def gradient_pass(
             gradient = head_gradient(walk, inputs, seed, progress, ids if labels == "empirical" else None, samples, rows)
             keep_left(store, key, i, gradient)
             return
+        names = list(walk.linears(i)) if every else walk.chosen(i)
         at_output, parts = gradient, (used, len(rows) - used) if held else (used,)
-        tensors, gradient = block_moments(walk, i, inputs, at_output, weighting, clip=clip, skip=skip, dtype=dtype, parts=parts)
+        tensors, gradient = block_moments(walk, i, inputs, at_output, weighting, names, clip=clip, skip=skip, dtype=dtype, parts=parts)
         if held:
             tensors |= {"heldout.inputs": ranks.joined(inputs[used:], 0), "heldout.gradient": ranks.joined(at_output[:, used:], 0, dim=1)}
         if ranks.first():
@@ -220,6 +223,7 @@ def block_moments(
     inputs: Tensor,
     gradient: Tensor,
     weighting: Weighting,
+    names: Collection[str] | None = None,
     *,
     clip: float | None = None,
     skip: int = 0,
@@ -236,6 +240,7 @@ def block_moments(
         inputs: `[N, T, d]` on the CPU, of this process.
         gradient: At the block's output, `[samples, N, T, d]` on the CPU.
         weighting: The factorisation.
+        names: Of the linears; None for those that are to be quantized.
         clip: Quantile of weights, or None.
         skip: First tokens of each sequence that do not count.
         dtype: Of products and sums; that of the inputs if it is wider.
@@ -250,6 +255,7 @@ def block_moments(
     Raises:
         ModelError: A gradient is not finite.
     """
+    linears = {name: walk.linears(i)[name] for name in (walk.chosen(i) if names is None else names)}
     dtype, parts = torch.promote_types(inputs.dtype, dtype), parts or (len(inputs),)
     steps: list[dict[str, Step]] = [{}]  # by part
     for k in range(weighting.steps):
@@ -264,7 +270,7 @@ def block_moments(
                     device=walk.device,
                     dtype=dtype,
                 )
-                for name, linear in walk.linears(i).items()
+                for name, linear in linears.items()
             }
             for _ in (parts if last else parts[:1])
         ]
@@ -273,7 +279,7 @@ def block_moments(
         weights, sizes, tokens, at_input = _add_all(walk, i, inputs, gradient, steps, parts, skip)
         if bad := [name for part in steps for name, step in part.items() if not step.finite]:
             raise ModelError(
-                f"gradients are not finite, first at {_first_bad(walk, i, inputs, gradient) or f'{walk.prefix(i)}.{bad[0]}'}",
+                f"gradients are not finite, first at {_first_bad(walk, i, inputs, gradient, bad) or f'{walk.prefix(i)}.{bad[0]}'}",
                 "finite gradients",
                 "Use float32 and check the model on this text first",
             )
@@ -326,11 +332,11 @@ def _add_all(
                 sizes[name][rows][within, skip:] += size.cpu()
                 weights[name][rows][within, skip:] += a.cpu()
 
-    return weights, sizes, tokens, block_gradients(walk, i, inputs, gradient, visit)
+    return weights, sizes, tokens, block_gradients(walk, i, inputs, gradient, visit, steps[0])
 
 
-def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor) -> str | None:
-    """The linear of block i that is the first, going backward, whose gradient is not finite, in the first sequence where that is so."""
+def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, names: Collection[str]) -> str | None:
+    """Of these linears of block i the one that is the first, going backward, whose gradient is not finite, in the first sequence where that is so."""
     found: list[tuple[int, int, str]] = []
 
     def visit(rows: slice, name: str, _x: Tensor, g: Tensor) -> None:
@@ -338,7 +344,7 @@ def _first_bad(walk: Walk, i: int, inputs: Tensor, gradient: Tensor) -> str | No
         if bool(bad.any()):
             found.append((rows.start + int(bad.nonzero()[0]), -list(walk.linears(i)).index(name), name))
 
-    block_gradients(walk, i, inputs, gradient, visit)
+    block_gradients(walk, i, inputs, gradient, visit, names)
     return f"{walk.prefix(i)}.{min(found)[2]} in sequence {min(found)[0]}{ranks.whose()}" if found else None
 
 
@@ -349,7 +355,7 @@ def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: lis
     def visit(_rows: slice, name: str, x: Tensor, g: Tensor) -> None:
         found[name].append(steps[0][name].weights(x[:, skip:], g[:, skip:]))
 
-    block_gradients(walk, i, inputs, gradient, visit)
+    block_gradients(walk, i, inputs, gradient, visit, steps[0])
     for name in found:
         pairs = [pair for part in ranks.gather(found[name]) for pair in part]
         limits = quantile(torch.cat([a for a, _ in pairs]), clip), quantile(torch.cat([b for _, b in pairs if b is not None]), clip)
@@ -357,7 +363,14 @@ def _set_limits(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, steps: lis
             part[name].limits = limits
 
 
-def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit: Callable[[slice, str, Tensor, Tensor], None]) -> Tensor:
+def block_gradients(
+    walk: Walk,
+    i: int,
+    inputs: Tensor,
+    gradient: Tensor,
+    visit: Callable[[slice, str, Tensor, Tensor], None],
+    names: Collection[str] | None = None,
+) -> Tensor:
     """Recompute block i from its inputs and take the gradient back through it.
 
     Args:
@@ -366,11 +379,12 @@ def block_gradients(walk: Walk, i: int, inputs: Tensor, gradient: Tensor, visit:
         inputs: `[N, T, d]` on the CPU.
         gradient: At the block's output, `[samples, N, T, d]` on the CPU.
         visit: Called for each batch, sample and linear with (sequences, linear, its inputs `[b, T, n]`, the gradient at its outputs `[b, T, m]`), on the device.
+        names: Of the linears; None for those that are to be quantized.
 
     Returns:
         The gradient at the block's input, `[samples, N, T, d]` on the CPU.
     """
-    linears = walk.linears(i)
+    linears = {name: walk.linears(i)[name] for name in (walk.chosen(i) if names is None else names)}
     result = walk.room.empty_like(gradient)
     walk.runs["backward"] += len(gradient)
     seen: dict[str, tuple[Tensor, Tensor]] = {}

@@ -99,7 +99,7 @@ def input_moments(
     skip: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Gram]:
-    """`sum_t w_t x_t x_t^T` for every linear of block i: `moments_by_part` with all sequences in one part."""
+    """`sum_t w_t x_t x_t^T` for every linear of block i that is to be quantized: `moments_by_part` with all sequences in one part."""
     return moments_by_part(walk, i, inputs, weights, (len(inputs),), without=without, skip=skip, dtype=dtype)[0]
 
 
@@ -114,7 +114,7 @@ def moments_by_part(
     skip: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> list[dict[str, Gram]]:
-    """`sum_t w_t x_t x_t^T` over each of several parts of the sequences, for every linear of block i, in one pass.
+    """`sum_t w_t x_t x_t^T` over each of several parts of the sequences, for every linear of block i that is to be quantized, in one pass.
 
     Args:
         walk: The model.
@@ -129,8 +129,8 @@ def moments_by_part(
     Returns:
         For each part, Gram per linear that falls to this process, over the sequences of all processes, with the tokens' `sizes [b, T - skip]`.
     """
-    linears, seen = walk.linears(i), dict[str, Tensor]()
-    shared_inputs = [group for names in walk.shared_inputs(i) if (group := [name for name in names if name not in without])]
+    linears, seen, wanted = walk.linears(i), dict[str, Tensor](), set(walk.chosen(i)) - set(without)
+    shared_inputs = [group for names in walk.shared_inputs(i) if (group := [name for name in names if name in wanted])]
     dtype = torch.promote_types(inputs.dtype, dtype)
     found: list[dict[str, Gram]] = [{} for _ in parts]
     for names, grams in itertools.product(shared_inputs, found):

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from bakron import ranks
-from bakron.config import LOCAL_FACTORS
 from bakron.errors import RecipeError
 from bakron.hessian.factor import FACTORS, Gram, Weighting
 from bakron.hessian.input import collected, input_factors, input_moments, input_outliers, refuse_second_use
@@ -37,6 +36,7 @@ from bakron.models.attention import Attention
 from bakron.models.layout import layout_of
 from bakron.models.linears import Routed
 from bakron.models.walk import Walk
+from bakron.resolution import LOCAL_FACTORS
 
 Seen = dict[str, tuple[Tensor, Tensor]]
 
@@ -68,7 +68,7 @@ class LocalEstimator:
         self.outliers: dict[str, dict[str, Any]] = {}
 
     def block(self, i: int, inputs: Tensor) -> dict[str, Kron]:
-        """One pass through block i for the curvatures, one for the second moments of inputs.
+        """One pass through block i for the curvatures, if linears that have them are to be quantized, one for the second moments of inputs.
 
         Args:
             i: Block.
@@ -78,7 +78,7 @@ class LocalEstimator:
             Undamped Kron per linear that falls to this process.
         """
         dtype = torch.promote_types(inputs.dtype, self.dtype)
-        parts = [PARTS[name](self.walk, i, inputs, self.weighting, dtype, self.skip) for name in self.parts]
+        parts = [PARTS[name](self.walk, i, inputs, self.weighting, dtype, self.skip) for name in parts_of(self.walk, i, self.parts)]
         seen: Seen = {}
 
         def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -95,7 +95,8 @@ class LocalEstimator:
 
         handles = [linear.register_forward_hook(keep(name)) for name, linear in self.walk.linears(i).items()]
         try:
-            self.walk.apply(i, inputs, visit)
+            if parts:
+                self.walk.apply(i, inputs, visit)
         finally:
             for handle in handles:
                 handle.remove()
@@ -287,11 +288,18 @@ PARTS: dict[str, Callable[[Walk, int, Tensor, Weighting, torch.dtype, int], Scor
     "value": Values,
     "mlp": Gated,
 }
+OF_ROLES = {"attention": ("q", "k"), "value": ("v",), "mlp": ("up", "gate")}  # the linears whose Hessian a part is
 LOCAL: dict[str, tuple[str, ...]] = {
     **{f"{name}-local": (name,) for name in PARTS},
     "heads-local": ("attention", "value"),
     "fully-local": tuple(PARTS),
 }
+
+
+def parts_of(walk: Walk, i: int, parts: Iterable[str]) -> list[str]:
+    """Those of some parts that a linear of block i needs which is to be quantized."""
+    chosen = walk.chosen(i)
+    return [part for part in parts if any(walk.layout.roles.get(role) in chosen for role in OF_ROLES[part])]
 
 
 def check_parts(model_type: str, parts: Iterable[str]) -> None:

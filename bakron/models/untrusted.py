@@ -17,6 +17,7 @@ HEADER_LIMIT = 100 << 20  # bytes of a safetensors header or of a JSON file
 LABELS_LIMIT = 1 << 20  # transformers makes a dictionary of that many labels
 ITEMS_LIMIT = 1 << 22  # items of a GGUF array: each becomes an object
 AGAIN = "Download it again"
+LINE = 300  # characters of what a library says
 # Sizes under all their names; each is a whole number of at least one where it is given.
 HIDDEN, LAYERS, HEADS = ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head")
 INNER, EXPERTS = ("moe_intermediate_size", "intermediate_size", "n_inner"), ("num_experts", "num_local_experts")
@@ -42,7 +43,7 @@ def refused(saw: str, expected: str, do: str | None = AGAIN) -> Iterator[None]:
     except (BakronError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no further word")
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no further word")[:LINE]
         kind = "" if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: "
         raise ModelError(f"{saw}: {kind}{line}", expected, do) from error
 

@@ -59,6 +59,7 @@ class Walk:
         self.runs = {"forward": 0, "backward": 0}
         self.excluded: set[str] = set()
         self._weights = weights
+        self._before = 0  # blocks of the model that come before the first one of these
         self._loaded: tuple[int, Filled] | None = None
         self.precision = {"bfloat16": "medium", "float32": "highest"}[precision]
         self.layout = layout_of(model.config.model_type)  # type: ignore[union-attr, arg-type]
@@ -79,16 +80,17 @@ class Walk:
         """Number of blocks."""
         return len(self.blocks)
 
-    def first(self, count: int) -> Walk:
-        """The same model ending after its first blocks, with counters of its own. Only one of the two may have a block in memory."""
+    def only(self, i: int) -> Walk:
+        """The same model with block i for its only one, with counters of its own. Only one of the two may have a block in memory."""
         self.unload()
         walk = copy.copy(self)
-        walk.blocks, walk.runs = self.blocks[:count], dict.fromkeys(self.runs, 0)
+        walk.blocks, walk.runs, walk._before = self.blocks[i : i + 1], dict.fromkeys(self.runs, 0), self._before + i
+        walk._experts, walk._arguments = self._experts[i : i + 1], self._arguments[i : i + 1]
         return walk
 
     def prefix(self, i: int) -> str:
         """Name of block i within the model, as in the checkpoint."""
-        return f"{self.layout.blocks}.{i}"
+        return f"{self.layout.blocks}.{self._before + i}"
 
     def shared_inputs(self, i: int) -> tuple[tuple[str, ...], ...]:
         """The linears of block i; those in one tuple see the same input."""
@@ -138,6 +140,14 @@ class Walk:
     def chosen(self, i: int) -> list[str]:
         """Names of the linears of block i that are to be quantized."""
         return [name for name in self.linears(i) if f"{self.prefix(i)}.{name}" not in self.excluded]
+
+    def kinds(self) -> list[list[int]]:
+        """Blocks of the same shapes of which the same linears are to be quantized, such as those with experts and those without."""
+        found: dict[Any, list[int]] = {}
+        for i in range(len(self)):
+            shapes = tuple((name, tuple(linear.weight.shape)) for name, linear in self.linears(i).items())
+            found.setdefault((self.shared_inputs(i), shapes, tuple(self.chosen(i))), []).append(i)
+        return list(found.values())
 
     def owners(self, i: int) -> dict[str, int]:
         """Which process of the run rounds which linear of block i."""
