@@ -108,6 +108,7 @@ def prepare(model: str, out: str, recipe: str | None, json_file: Path | None, qu
     """For job arrays: store the Hessian of every linear in OUT. Then bakron solve OUT --shard i/n, any number of jobs, and bakron quantize as here to end the run.
 
     Takes what bakron quantize takes, and needs --inputs original: other Hessians depend on weights that are rounded already. Cut short, the same command goes on.
+    Example: bakron prepare ./Qwen3-0.6B ./run --levels 7 --inputs original
     """
     from bakron import api
     from bakron.display import Display
@@ -154,13 +155,13 @@ def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None
 
 
 def solve(
-    run: Annotated[str, typer.Argument(help="Directory in which bakron prepare has stored Hessians.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory in which bakron prepare has stored Hessians.")],
     shard: Annotated[str, typer.Option(metavar="i/n", help="Which of n shares to round, from 1/n to n/n.")],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
 ) -> None:
     """Round one of n shares of the linears of RUN from stored Hessians, for job arrays: at the same time as the others, in any order, on any machine that sees RUN.
 
-    Reads neither model nor text. A shard that was lost is repeated with the same command; what it had solved is passed over.
+    Reads neither model nor text. A shard that was lost is repeated with the same command; what it had solved is passed over. Example: bakron solve ./run --shard 1/8
     """
     from bakron.display import Display
     from bakron.shards import solve_shard

@@ -59,7 +59,7 @@ def test_help_is_quick_and_names_the_commands():
 
 def test_commands_come_in_the_order_of_their_use_and_each_has_an_example_that_it_takes():
     group = get_command(app)
-    assert list(group.commands) == ["quantize", "plan", "evaluate", "export", "report", "certify", "bench"]
+    assert list(group.commands) == ["quantize", "plan", "evaluate", "export", "report", "certify", "prepare", "solve", "bench"]
     leaves = {**group.commands, "bench solver": group.commands["bench"].commands["solver"]}
     del leaves["bench"]
     for name, command in leaves.items():
