@@ -75,7 +75,7 @@ def test_a_model_in_memory_gives_the_files_of_its_directory_and_stays_as_it_is(k
     ours, theirs = tree(tmp_path / "live"), tree(tmp_path / "stored")
     assert ours.keys() == theirs.keys()
     different = {name for name in ours if ours[name] != theirs[name]}
-    assert different <= {"README.md", "bakron/events.jsonl", "bakron/summary.json"} | {
+    assert different <= {"README.md", "bakron/events.jsonl", "bakron/run.json", "bakron/summary.json"} | {
         name for name in ours if name.startswith("bakron/codes")
     }
     assert live["model_sha256"] == stored["model_sha256"] and live["calibration"] == stored["calibration"]
