@@ -19,6 +19,7 @@ from bakron.job import Done, Job, StoredCodes, make_estimator
 from bakron.job import prepare as load
 from bakron.models import load as models
 from bakron.plan import Plan, check_disk
+from bakron.process import memory, peak_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -177,7 +178,7 @@ def _started(
     if recipe.method != "rtn" and given is None:
         corpus.check(recipe.data)
 
-    from bakron.pipeline import Clock, memory
+    from bakron.pipeline import Clock
 
     def note() -> None:
         if ranks.first():
@@ -369,7 +370,7 @@ def _summary(job: Job, done: Done, exported: dict[str, Any], spent: dict[str, fl
     import torch
 
     import bakron
-    from bakron.pipeline import bits_per_weight, peak_memory
+    from bakron.pipeline import bits_per_weight
 
     recipe = job.recipe
     parameters = sum(parameter.numel() for parameter in job.model.parameters())

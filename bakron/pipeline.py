@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +19,8 @@ from bakron.grids import OffsetGrid, UniformGrid, check_groups
 from bakron.hessian import BackpropEstimator, Candidate, Estimator, Heldout, candidates, choose, rows_here
 from bakron.kron import Factor, Kron
 from bakron.models.linears import Linear, Routed
-from bakron.models.room import trim
 from bakron.models.walk import Walk
+from bakron.process import memory, trim
 from bakron.solver import Solution, polish, refit, solve
 from bakron.solver.orders import arrange
 
@@ -461,25 +459,3 @@ def bits_per_weight(levels: int, beside: float, weights: int, scales: int) -> fl
     import math
 
     return math.log2(levels) + beside * scales / max(weights, 1)
-
-
-def memory() -> dict[str, int | None]:
-    """Resident set of this process in bytes: now (None where the system does not tell), and at its largest so far."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            current = int(file.read().split()[1]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        current = None
-    return {"current": current, "peak": peak_memory()}
-
-
-def peak_memory() -> int:
-    """Largest resident set of this process so far, in bytes."""
-    try:
-        with open(
-            "/proc/self/status", encoding="ascii"
-        ) as file:  # Linux; what getrusage has there is at least that of the process which started this one
-            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) * 1024
-    except (OSError, ValueError, IndexError, StopIteration):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024

@@ -33,6 +33,7 @@ from bakron.errors import BakronError, OutputError
 from bakron.job import Job, codes_of, prepare
 from bakron.models import load as models
 from bakron.probe import seconds
+from bakron.process import memory as measured
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -210,8 +211,6 @@ def check_disk(job: Job, target: Path, beside: int = 0) -> None:
 
 def memory(job: Job) -> dict[str, int]:
     """Bytes of the process by stage, by the formulas above, and the largest of them."""
-    from bakron.pipeline import memory as measured
-
     walk, shapes, recipe = job.walk, job.weights.shapes, job.recipe
     base = measured()["current"] or 0
     count = {name: math.prod(shape) for name, shape in shapes.items()}

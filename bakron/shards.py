@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from bakron import ranks, recipes, rundir
 from bakron.errors import OutputError, RecipeError
 from bakron.job import Done, Job, codes_of, make_estimator
+from bakron.process import memory
 
 if TYPE_CHECKING:
     import torch
@@ -319,7 +320,7 @@ def _solve(
     """Round these linears but those that are solved; returns which. `own`: their seconds are counted by the run itself, not with their codes."""
     from torch import nn
 
-    from bakron.pipeline import memory, ready, round_linear
+    from bakron.pipeline import ready, round_linear
 
     ready(recipe)
     begun, solved = time.perf_counter(), []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
@@ -17,16 +16,6 @@ from torch import Tensor
 from bakron.errors import OutputError
 
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
-
-
-def trim() -> None:
-    """Give freed memory back to the system.
-
-    The C library (glibc) keeps freed tensors of up to 32 MB for later ones, of other sizes as it turns out: hundreds of megabytes, which no one else can use and
-    which make the peak of a run a matter of chance. Elsewhere this does nothing.
-    """
-    if (found := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        found(0)
 
 
 class Room:

@@ -18,8 +18,9 @@ from bakron.models.experts import unfuse
 from bakron.models.layout import layout_of
 from bakron.models.linears import Linear, as_linear, output_logits
 from bakron.models.load import check_length
-from bakron.models.room import Room, trim
+from bakron.models.room import Room
 from bakron.models.weights import Filled, Weights
+from bakron.process import trim
 
 
 class Walk:
