@@ -185,7 +185,10 @@ def in_parts(start: int, count: int, parts: Sequence[int]) -> Iterator[tuple[int
 
 def together(grams: Mapping[str, Gram], others: Mapping[str, Gram]) -> dict[str, Gram]:
     """Grams over the tokens of both, shared by the linears that share the first ones."""
-    sums = {id(gram): gram.plus(others[name]) for name, gram in grams.items()}
+    sums: dict[int, Gram] = {}
+    for name, gram in grams.items():
+        if id(gram) not in sums:
+            sums[id(gram)] = gram.plus(others[name])
     return {name: sums[id(gram)] for name, gram in grams.items()}
 
 

@@ -154,9 +154,8 @@ class Scores:
             if self.attention.normed(side):
                 self._add_positions(rows, name, side, z.to(self.dtype), other, size)
                 continue
-            for part in torch.arange(len(x)).split(
-                1 if self.weighting.b_by_input else len(x)
-            ):  # together, if the weights of positions are the same
+            together = 1 if self.weighting.b_by_input else len(x)  # sequences in which a position weighs the same
+            for part in torch.arange(len(x)).split(together):
                 B, traces = self.attention.score_moments(side, other[part], size[part[0]])
                 self._B[name] += B
                 self.weights[name][rows][part] = traces.cpu()

@@ -97,16 +97,14 @@ class Attention:
         """
         c, s, P = self._rotation(other)
         scale, length = c.square() + s.square(), other.shape[-2]
-        if (
-            side == "q"
-        ):  # a query sees keys up to its own position, a key is seen by queries from its own position on: the same, from the end
+        # A query sees keys up to its own position, a key is seen by queries from its own position on: the same, from the end.
+        if side == "q":
             seen = self._running(other.square().sum(1), 1) * self.groups
             c, s, weight, other = c.flip(0), s.flip(0), weight.flip(0), other.flip(2)
         else:
             seen = self._running(other.square().sum(1).flip(1), 1).flip(1)
-        heads = (
-            other.unflatten(1, (-1, 1 if side == "q" else self.groups)).permute(1, 3, 0, 2, 4).flatten(2, 3)
-        )  # [key heads, T, what is summed, head_dim]
+        grouped = other.unflatten(1, (-1, 1 if side == "q" else self.groups))
+        heads = grouped.permute(1, 3, 0, 2, 4).flatten(2, 3)  # [key heads, T, sequences and heads of the group, head_dim]
 
         def products(start: int, stop: int) -> Tensor:
             w, one, two = weight[start:stop, None, None], c[start:stop], s[start:stop]
