@@ -53,7 +53,7 @@ def plan(
         **overrides: Fields of the recipe that win over it; `data` may be token ids, as for `quantize`.
 
     Returns:
-        The plan, with every problem found; see `bakron.plan`.
+        The plan, or the problems found, of which one may hide another; see `bakron.plan`.
 
     Raises:
         RecipeError: The recipe itself is wrong.
@@ -269,7 +269,7 @@ def _finish(
         "sessions": sessions,
         "warnings": warnings,
     }
-    rundir.write_text(target / "README.md", model_card(summary))
+    rundir.write_text(target / "README.md", model_card(summary, tokenizer=job.tokenizer is not None))
     rundir.write_text(target / rundir.FOLDER / "summary.json", json.dumps(summary, indent=1))
     return summary
 
@@ -360,7 +360,7 @@ def _export(target: Path, job: Job, log: Log) -> dict[str, Any]:
     log(export.sizes(target, content, bits))
     if caveat := form.caveat(grid):
         log(f"note: {caveat}")
-    checks = export.verify(target, format, kind, content) if job.recipe.verify else ["not verified: nothing, by choice"]
+    checks = export.verify(target, format, kind, content) if job.recipe.verify else ["not verified: --no-verify was given"]
     for line in checks:
         log(line)
     return {"stored_bits_per_weight": round(bits, 4), "checks": checks}

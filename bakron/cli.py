@@ -131,7 +131,7 @@ def prepare(model: str, out: str, recipe: str | None, json_file: Path | None, qu
 
 
 def plan(model: str, out: str | None, recipe: str | None, json_file: Path | None, quiet: bool, **flags: Any) -> None:
-    """Say what bakron quantize would take with the same arguments: memory by stage, disk, passes, time, and every problem that can be seen already.
+    """Say what bakron quantize would take with the same arguments: memory by stage, disk, passes and time, or what would stop it.
 
     Reads the text and every weight once, and does the work of one block on a few sequences. Exit status 1 if there is a problem.
     Example: bakron plan ./Qwen3-0.6B ./Qwen3-0.6B-3bit --levels 7
@@ -199,6 +199,7 @@ def evaluate(
 ) -> None:
     """Perplexity of MODEL and, with --reference, KL divergence from the original (nats per token) and agreement of the most likely token.
 
+    Where MODEL is a run, the figures also go to MODEL/bakron/evaluation.json, for bakron report, in place of earlier ones.
     Example: bakron evaluate ./Qwen3-0.6B-3bit --reference ./Qwen3-0.6B
     """
     from bakron.display import Display

@@ -88,7 +88,7 @@ def quantize_linear_(linear: nn.Linear, kron: Kron, grid: Grid | None = None, *,
         linear: Its weight `[m, n]` becomes the rounded one, in its own dtype; bias and all else stay.
         kron: Damped Hessian, such as `collect(...)[name].damp()`.
         grid: To round to. None: one is fitted.
-        method: A name in `bakron.METHODS`.
+        method: A solver's schedule, a name in `bakron.METHODS`; which Hessian, and so whether this is GPTQ, is up to `kron`.
         **fit: Arguments of `UniformGrid.fit` if no grid is given, such as `levels=7, group_size=64, scale="curvature"`. Scales are stored in the weight's dtype.
 
     Returns:
@@ -118,7 +118,7 @@ def _linears(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Line
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     wanted = list(linears) if names is None else list(names)
     if unknown := [name for name in wanted if name not in linears]:
-        raise ModelError(f"{unknown[0]!r} is no torch.nn.Linear of this model", f"one of {', '.join(list(linears)[:5])}, ...")
+        raise ModelError(f"{unknown[0]!r} is no torch.nn.Linear of this model", f"a name such as {', '.join(list(linears)[:5])}")
     if not wanted:
         raise ModelError("no linear to collect for", "at least one torch.nn.Linear")
     return {name: linear for name, linear in linears.items() if name in set(wanted)}

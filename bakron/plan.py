@@ -1,4 +1,4 @@
-"""What a run will take, before it is begun: memory by stage, disk, passes, time, and every problem that can be seen already.
+"""What a run will take, before it is begun: memory by stage, disk, passes, and time, or the problems that can be seen already, of which one may hide another.
 
 Memory, in bytes, of float32 numbers unless said otherwise. P: parameters of the largest block; E: embeddings; H: head and final norm; X = N T d, the
 hidden states of all tokens; b: tokens of a batch; n, m: inputs and outputs of linears; V: vocabulary.

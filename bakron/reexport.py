@@ -76,14 +76,16 @@ def export_run(
         log(export.sizes(fresh, content, bits))
         if caveat := form.caveat(grid):
             log(f"note: {caveat}")
-        checks = export.verify(fresh, format, gguf_type, content) if verify else ["not verified: nothing, by choice"]
+        checks = export.verify(fresh, format, gguf_type, content) if verify else ["not verified: --no-verify was given"]
         for line in checks:
             log(line)
         record = {"model": summary["model"], "model_sha256": summary["model_sha256"], "format": format, "gguf_type": gguf_type}
         record |= {"stored_bits_per_weight": round(bits, 4), "checks": checks, "recipe": recipe.model_dump()}  # as it was run
         written = recipe.model_dump() | {"format": format, "gguf_type": gguf_type}
         rundir.write_text(fresh / rundir.FOLDER / RECORD, json.dumps(record, indent=1))
-        rundir.write_text(fresh / "README.md", export.model_card(summary | record | {"recipe": written}))
+        rundir.write_text(
+            fresh / "README.md", export.model_card(summary | record | {"recipe": written}, tokenizer=content.tokenizer is not None)
+        )
     return record
 
 

@@ -118,7 +118,10 @@ def same_run(out: Path, found: Mapping[str, Any], here: Mapping[str, Any]) -> No
     Raises:
         RecipeError: Every key that differs is named, with both values.
     """
-    if differing := [f"{key} ({found.get(key)} there, {here[key]} here)" for key in here if found.get(key) != here[key]]:
+    there = {key: "not given" if found.get(key) is None else found[key] for key in here}
+    if differing := [
+        f"{key} ({there[key]} there, {'not given' if here[key] is None else here[key]} here)" for key in here if found.get(key) != here[key]
+    ]:
         raise RecipeError(
             f"{out} holds an unfinished run of another kind: {'; '.join(differing)}",
             "the same run, or a new directory",

@@ -95,7 +95,7 @@ def _resolve(tasks: tuple[str, ...], folder: str | Path | None) -> tuple[list[st
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise RecipeError("--tasks without the package lm-eval", None, "pip install lm-eval") from error
+        raise RecipeError("--tasks without the package lm-eval", None, "pip install lm-eval, or the extra eval with bakron") from error
     if folder is not None and not os.path.isdir(folder):
         raise RecipeError(f"task folder {folder} does not exist", "a directory of task files")
     missing = list(tasks)

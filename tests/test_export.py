@@ -262,7 +262,7 @@ def test_model_card_names_model_and_figures(tmp_path):
     summary = bakron.quantize(path, tmp_path / "out", method="rtn", group_size=32, levels=7)
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and str(tmp_path) not in card  # a path means nothing to others
-    assert 'base_model: "org/name"' in model_card({**summary, "model": "org/name"})
+    assert 'base_model: "org/name"' in model_card({**summary, "model": "org/name"}, tokenizer=True)
     for words in (
         "7 levels",
         "rounding to nearest",

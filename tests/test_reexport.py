@@ -161,6 +161,6 @@ def test_command(place, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "model-Q8_0.gguf").is_file()
-    assert json.loads((tmp_path / "out" / "bakron" / "export.json").read_text())["checks"] == ["not verified: nothing, by choice"]
+    assert json.loads((tmp_path / "out" / "bakron" / "export.json").read_text())["checks"] == ["not verified: --no-verify was given"]
     result = CliRunner().invoke(app, ["export", str(place / "run"), str(tmp_path / "other"), "--format", "awq"])
     assert isinstance(result.exception, BakronError)

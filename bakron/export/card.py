@@ -20,8 +20,8 @@ NEEDS = {
 }
 
 
-def model_card(summary: dict[str, Any]) -> str:
-    """README.md of the output directory, from the summary of the run."""
+def model_card(summary: dict[str, Any], *, tokenizer: bool) -> str:
+    """README.md of the output directory, from the summary of the run and whether a tokenizer is beside it."""
     recipe = summary["recipe"]
     groups = f"one scale per {recipe['group_size']} inputs" if recipe["group_size"] else "one scale per output row"
     named = not summary.get("in_memory") and not Path(summary["model"]).is_absolute()  # a hub name
@@ -38,10 +38,10 @@ Quantized with bakron {summary["versions"]["bakron"]} by {HOW[recipe["method"]]}
 {summary["parameters"]["quantized_percent"]} % of all parameters are quantized. Format: `{recipe["format"]}`{kind}.
 The full recipe is in `bakron/recipe.yaml`, figures of the run in `bakron/summary.json`.
 
-{_use(recipe)}"""
+{_use(recipe, tokenizer)}"""
 
 
-def _use(recipe: dict[str, Any]) -> str:
+def _use(recipe: dict[str, Any], tokenizer: bool) -> str:
     """How to load it."""
     if recipe["format"] == "gguf":
         return f"""```
@@ -52,10 +52,18 @@ llama-cli -m model-{recipe["gguf_type"].upper()}.gguf -p "Once upon a time" -n 3
     zeros = recipe["format"] == "compressed-tensors" and not recipe["symmetric"]
     name = ", CompressedTensorsConfig" if zeros else ""
     option = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if zeros else ""
+    load = f'model = AutoModelForCausalLM.from_pretrained("this directory"{option}){NEEDS.get(recipe["format"], "")}'
+    if not tokenizer:
+        return f"""```python
+from transformers import AutoModelForCausalLM{name}{packed}
+
+{load}
+```
+"""
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer{name}{packed}
 
-model = AutoModelForCausalLM.from_pretrained("this directory"{option}){NEEDS.get(recipe["format"], "")}
+{load}
 tokenizer = AutoTokenizer.from_pretrained("this directory")
 print(tokenizer.decode(model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=30)[0]))
 ```

@@ -49,7 +49,7 @@ def bits(grid: UniformGrid, dtype: torch.dtype) -> float:
 
 def caveat(grid: UniformGrid) -> str | None:
     """What a user has to know to load the file."""
-    return "format packed is read by transformers after `import bakron.reader`, and by nothing else"
+    return "format packed is read by transformers after `import bakron.reader`; without it, it warns and goes on with random weights"
 
 
 def pack(codes: Tensor, levels: int) -> Tensor:
