@@ -263,6 +263,7 @@ def test_model_card_names_model_and_figures(tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and str(tmp_path) not in card  # a path means nothing to others
     assert 'base_model: "org/name"' in model_card({**summary, "model": "org/name"}, tokenizer=True)
+    assert "AutoTokenizer.from_pretrained" in card and "Tokenizer" not in model_card(summary, tokenizer=False)
     for words in (
         "7 levels",
         "rounding to nearest",

@@ -358,14 +358,8 @@ def read_tokenizer(source: Source, *, required: bool = True) -> PreTrainedTokeni
         _need_gguf(source)
     options = {"trust_remote_code": False} | ({"gguf_file": source.gguf} if source.gguf else {})
     try:
-        with (
-            _quiet(),
-            refused(
-                f"no tokenizer can be loaded from {source.name}",
-                "a tokenizer beside the model",
-                "Copy one there, or give token ids as data= in Python",
-            ),
-        ):
+        advice = "Copy one there, or give token ids as data= in Python"
+        with _quiet(), refused(f"no tokenizer can be loaded from {source.name}", "a tokenizer beside the model", advice):
             return AutoTokenizer.from_pretrained(_where(source), **options)
     except ModelError:
         if required:
