@@ -288,7 +288,7 @@ def _begin(job: Job, target: Path) -> int:
     """Record what this run is, unless it is there; returns how often it was started."""
     what = {"model_sha256": job.fingerprint, "tokens_sha256": None if job.tokens is None else job.tokens.digest}
     found = _same_run(target, recipe=job.recipe, **what)
-    sessions = 1 if found is None else int(found.get("sessions", 1)) + 1
+    sessions = 1 if found is None else found.get("sessions", 1) + 1
     record = {"recipe": job.recipe.model_dump(), **what, "sessions": sessions, "seconds": (found or {}).get("seconds", {})}
     rundir.write_text(target / rundir.FOLDER / "run.json", json.dumps(record, indent=1))
     rundir.write_text(target / rundir.FOLDER / "recipe.yaml", recipes.dump(job.recipe))

@@ -435,6 +435,8 @@ def given(ids: Any) -> Tokens:
     expected = "text, or token ids [N, T] as an integer tensor"
     if not isinstance(ids, torch.Tensor):
         raise DataError(f"data is a {type(ids).__name__}", expected, "torch.as_tensor makes one of lists or arrays")
+    if ids.is_meta or ids.layout != torch.strided or ids.is_quantized or ids.is_nested:
+        raise DataError("data is a tensor that is sparse, nested, quantized or on the meta device", expected, "Give a plain one")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise DataError(f"data is a tensor of dtype {str(ids.dtype).removeprefix('torch.')}", expected)
     if ids.ndim != 2 or len(ids) < 1 or ids.shape[1] < 2:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
-Damping = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Damping = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class Gate(BaseModel):
@@ -50,6 +50,18 @@ class Event(BaseModel):
     fallback: Literal["one-sided", "nearest"] | None = None
 
 
+class Versions(BaseModel):
+    """What is needed of the versions that made a run."""
+
+    bakron: str
+
+
+class Parameters(BaseModel):
+    """What is needed of a run's counts of weights."""
+
+    quantized_percent: float
+
+
 class Summary(BaseModel):
     """What is needed of summary.json, here and to export the run once more."""
 
@@ -58,8 +70,8 @@ class Summary(BaseModel):
     calibration: dict[str, Any] | None
     dtype: Literal["float32", "bfloat16", "float16"]
     bits_per_weight: float
-    versions: dict[str, str]
-    parameters: dict[str, float]
+    versions: Versions
+    parameters: Parameters
 
 
 def certify_run(
@@ -244,5 +256,5 @@ def read_records(target: Path) -> tuple[dict[str, Any], dict[str, Event]]:
         raise OutputError(
             f"the records in {folder} cannot be read: {where}: {first['msg']}", "an output directory of bakron quantize"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OutputError(f"the records in {folder} cannot be read: {error}", "an output directory of bakron quantize") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,14 +60,14 @@ def export_run(
     """
     log = log or (lambda _: None)
     origin, target = rundir.path_of(run), rundir.path_of(out)
-    summary, _ = read_records(origin)
+    summary, events = read_records(origin)
     recipe = recipes.load(origin / rundir.FOLDER / "recipe.yaml").resolve()
     gguf_type = _settled(recipe, format, gguf_type)
     _check_target(origin, target)
 
     from bakron import export
 
-    content = _content(origin, recipe, summary, original(summary, model, tokenizer), format, gguf_type, log)
+    content = _content(origin, recipe, summary, events.keys(), original(summary, model, tokenizer), format, gguf_type, log)
     form = export.form_of(format, gguf_type)
     grid = content.sample.grid
     bits = form.bits(grid, content.dtype)
@@ -111,7 +111,14 @@ def _settled(recipe: Recipe, format: str, gguf_type: str | None) -> str | None:
 
 
 def _content(
-    origin: Path, recipe: Recipe, summary: dict[str, Any], source: Source, format: str, gguf_type: str | None, log: Log
+    origin: Path,
+    recipe: Recipe,
+    summary: dict[str, Any],
+    names: Collection[str],
+    source: Source,
+    format: str,
+    gguf_type: str | None,
+    log: Log,
 ) -> Content:
     """The original model and the run's codes; refuses a model that is not the run's, or that the format cannot write."""
     import torch
@@ -132,6 +139,8 @@ def _content(
     walk = Walk(loaded, 2, weights=weights)
     walk.choose(recipe.include, recipe.exclude)
     shapes = {f"{walk.prefix(i)}.{name}": tuple(walk.linears(i)[name].weight.shape) for i in range(len(walk)) for name in walk.chosen(i)}
+    if shapes.keys() != names:
+        raise OutputError(f"recipe.yaml of {origin} names {len(shapes)} linears, events.jsonl tells of {len(names)}", "the same linears")
     formats.check_shapes(format, gguf_type, shapes)
     linears = stored_linears(walk, StoredCodes(origin, recipe))
     return Content(loaded, weights, tokenizer, source, dtype, linears, [*walk.layout.ignored, *sorted(walk.excluded)])

@@ -17,6 +17,8 @@ from bakron.errors import OutputError
 from bakron.plots import BOTTOM, HEIGHT, LEFT, RIGHT, WIDE, Panel, Series, memory, number, panel
 
 Figure = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30)]
+Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e10)]
+Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 STAGES = ("load", "calibrate", "hessian", "solve", "write")
 COLORS = 8  # that the page has; runs beyond them are refused
 
@@ -41,8 +43,8 @@ class Gate(_Record):
 class Memory(_Record):
     """Bytes."""
 
-    current: int | None = None
-    peak: int | None = None
+    current: Bytes | None = None
+    peak: Bytes | None = None
 
 
 class Event(_Record):
@@ -65,7 +67,7 @@ class Event(_Record):
     fallback: str | None = None
     gate: Gate | None = None
     seconds: dict[str, Figure] = {}
-    elapsed: Figure | None = None
+    elapsed: Seconds | None = None
     memory: Memory | None = None
 
     @property
@@ -149,6 +151,10 @@ def read_run(path: str | Path, name: str | None = None, color: int = 0) -> Run:
         OutputError: It is no run directory, or a record in it is damaged.
     """
     folder = rundir.path_of(path) / rundir.FOLDER
+    if (folder / "run.json").is_file() and not (folder / "events.jsonl").is_file():
+        raise OutputError(
+            f"{path} holds a run of which no block is rounded yet", "at least one block", "Give its bakron quantize command first"
+        )
     if not (folder / "events.jsonl").is_file():
         raise OutputError(f"{path} holds no run", "an output directory of bakron quantize", "Check the path")
     summary = _read(folder / "summary.json", Summary)

@@ -96,8 +96,10 @@ def begun(out: Path) -> dict[str, Any] | None:
         seconds = found.get("seconds", {})
         if not isinstance(seconds, dict) or not all(isinstance(value, int | float) and 0 <= value < math.inf for value in seconds.values()):
             raise ValueError("seconds that are none")
+        if not isinstance(sessions := found.get("sessions", 1), int) or not 1 <= sessions < 1 << 31:
+            raise ValueError("sessions that are none")
         return found
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OutputError(f"{file} cannot be read: {error}", "the record of an unfinished run", f"Remove {out} and start again") from error
 
 

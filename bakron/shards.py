@@ -9,6 +9,7 @@ checksum. `quantize` makes the blocks' codes from them, rounding what is left, a
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ Progress = Callable[[str, int, int], None]
 Log = Callable[[str], None]
 Observe = Callable[[dict[str, Any]], None]
 WHOLE = "a file of stored Hessians"
+STEM = re.compile(r"block_\d{4,}\.\w+(\.\w+)*")
 AGAIN = "Give the bakron prepare command again"
 
 
@@ -198,6 +200,8 @@ def finish(job: Job, target: Path, done: Done | None, count: int, clock: Clock, 
     """
     recipe, dtype, shapes = _read_manifest(target)
     walk = job.walk
+    if shapes != _shapes(job) or dtype != job.scale_dtype:
+        raise OutputError(f"{_manifest(target)} is damaged: it is of another model", "a manifest as bakron prepare leaves it", AGAIN)
     left = {
         one: shapes[one]
         for i in range(count, len(walk))
@@ -242,8 +246,10 @@ def _read_manifest(target: Path) -> tuple[Recipe, torch.dtype, dict[str, tuple[i
     try:
         told = json.loads(file.read_text("utf-8"))
         shapes = {str(key): (int(m), int(n)) for key, (m, n) in told["shapes"].items()}
+        if wrong := [key for key, shape in shapes.items() if min(shape) < 1 or not STEM.fullmatch(key)]:
+            raise ValueError(wrong[0][:80])
         dtype = {str(one): one for one in (torch.float16, torch.bfloat16, torch.float32)}[f"torch.{told['scale_dtype']}"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise OutputError(f"{file} is damaged: {error!r}", "a manifest as bakron prepare leaves it", AGAIN) from error
     return recipes.from_dict(begun["recipe"]).resolve(), dtype, shapes
 

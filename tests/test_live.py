@@ -215,6 +215,11 @@ def unknown(model):
     return AutoModelForCausalLM.from_config(OPTConfig(**shape))
 
 
+def untied(model):
+    model.config.tie_word_embeddings = True
+    return model
+
+
 def not_finite(model):
     with torch.no_grad():
         model.model.norm.weight[3] = torch.nan
@@ -237,6 +242,7 @@ def not_finite(model):
         (quantized, r"already quantized \(quant_method 'fp8'\); expected plain 16 or 32 bit weights"),
         (lora, "holds 2 weights that its config has no place for: model.layers.1.mlp.up_proj.base_layer"),
         (not_finite, "model.norm.weight of LlamaForCausalLM holds NaN or Inf"),
+        (untied, "lm_head.weight of LlamaForCausalLM differs from model.embed_tokens.weight, although its config ties them"),
     ],
 )
 def test_models_that_are_refused(change, message, tmp_path):
@@ -251,6 +257,7 @@ def test_models_that_are_refused(change, message, tmp_path):
         ({"data": IDS.tolist()}, r"data is a list; expected text, or token ids \[N, T\] as an integer tensor. torch.as_tensor"),
         ({"data": IDS.float()}, "data is a tensor of dtype float32; expected text, or token ids"),
         ({"data": IDS > 5}, "data is a tensor of dtype bool"),
+        *(({"data": one}, "data is a tensor that is sparse, nested, quantized") for one in (IDS.to("meta"), IDS.to_sparse())),
         ({"data": IDS[0]}, r"data is a tensor of shape \[32\]; expected .* N at least 1, T at least 2"),
         ({"data": IDS[:0]}, r"data is a tensor of shape \[0, 32\]"),
         ({"data": IDS - 20}, "data has token -.*; expected ids from 0 on"),

@@ -45,6 +45,7 @@ def change_event(folder, change):
         (lambda event: event["gate"].update(damp_b="much"), "event, gate.damp_b: Input should be a valid number"),
         (lambda event: event["gate"].update(damp_a=-1.0), "event, gate.damp_a: Input should be greater than or equal to 0"),
         (lambda event: event["gate"].update(damp_a=float("nan")), "event, gate.damp_a: Input should be a finite number"),
+        (lambda event: event["gate"].update(damp_a=1e308), "event, gate.damp_a: Input should be less than or equal to"),
         (lambda event: event.update(gate=[]), "event, gate: Input should be a valid dictionary"),
         (lambda event: event.update(failed=True, fallback="elsewhere"), "event, fallback: Input should be 'one-sided' or 'nearest'"),
         (lambda event: event.pop("linear"), "event, linear: Field required"),
@@ -76,6 +77,8 @@ def test_a_choice_that_the_recipe_does_not_try(place, tmp_path):
         (dict(dtype="complex64"), "summary, dtype: Input should be"),
         (dict(model=3), "summary, model: Input should be a valid string"),
         (dict(parameters=None), "summary, parameters: Input should be a valid dictionary"),
+        (dict(parameters={}), "summary, parameters.quantized_percent: Field required"),
+        ("[" * 200_000, "the records in"),
         ("[]", "summary, as a whole: Input should be a valid dictionary"),
         ("{", "the records in"),
         ("\udcff", "the records in"),
@@ -92,6 +95,17 @@ def test_changed_summary(command, change, words, place, records, tmp_path):
             bakron.export_run(place / "out", tmp_path / "again", format="dense")
     assert words in str(caught.value) and str(records) in str(caught.value)
     assert not (tmp_path / "again").exists()
+
+
+def test_a_recipe_that_names_other_linears_is_not_exported(place, tmp_path):
+    file = place / "out" / "bakron" / "recipe.yaml"
+    before = file.read_text()
+    file.write_text(before.replace("include: null", "include: '*.mlp.*'"))
+    try:
+        with pytest.raises(OutputError, match=r"recipe\.yaml of .* names \d+ linears, events\.jsonl tells of"):
+            bakron.export_run(place / "out", tmp_path / "again", format="dense")
+    finally:
+        file.write_text(before)
 
 
 def test_records_that_nobody_has_changed_are_certified(place):

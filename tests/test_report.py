@@ -246,6 +246,9 @@ def test_refusals(place, tmp_path):
         refusal([tmp_path], tmp_path / "a.html")
         == f"{tmp_path} holds no run; expected an output directory of bakron quantize. Check the path."
     )
+    (tmp_path / "begun" / "bakron").mkdir(parents=True)
+    (tmp_path / "begun" / "bakron" / "run.json").write_text("{}")
+    assert "a run of which no block is rounded yet" in refusal([tmp_path / "begun"], tmp_path / "a.html")
     assert refusal([place / "gptq"], tmp_path) == f"{tmp_path} cannot be written; expected a file in an existing directory."
     assert "cannot be written" in refusal([place / "gptq"], tmp_path / "none" / "a.html")
     assert refusal([place / "gptq"] * 9, tmp_path / "a.html") == "9 runs for one page; expected at most 8. Make several reports."

@@ -219,6 +219,13 @@ def test_seconds_add_up_over_sessions(place, tmp_path):
     assert_equal_runs(out, whole(place, "bakron"))
 
 
+@pytest.mark.parametrize("sessions", ["x", None, 0, 1e400])
+def test_sessions_that_are_none_are_refused(sessions, place, unfinished, tmp_path):
+    rundir.write_text(tmp_path / "bakron" / "run.json", json.dumps(rundir.begun(unfinished) | {"sessions": sessions}))
+    with pytest.raises(OutputError, match=r"run\.json cannot be read: sessions that are none"):
+        bakron.quantize(place / "model", tmp_path, **options(place, "bakron"))
+
+
 @pytest.mark.parametrize("seconds", [[], {"load": "1"}, {"load": -1}, {"total": float("inf")}, {"total": float("nan")}])
 def test_seconds_that_are_none_are_refused(seconds, place, unfinished, tmp_path):
     rundir.write_text(tmp_path / "bakron" / "run.json", json.dumps(rundir.begun(unfinished) | {"seconds": seconds}))

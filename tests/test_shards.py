@@ -207,11 +207,32 @@ def test_damaged_codes_of_a_linear_are_solved_again(prepared, place, whole):
     assert_equal_runs(prepared, whole)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"scale_dtype": "int8", "shapes": {}}', '{"scale_dtype": "float32", "shapes": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"scale_dtype": "int8", "shapes": {}}',
+        '{"scale_dtype": "float32", "shapes": {"a": 1}}',
+        '{"scale_dtype": "float32", "shapes": {"block_0000.a": [1e400, 2]}}',
+        '{"scale_dtype": "float32", "shapes": {"block_0000.a": [-1, 2]}}',
+        '{"scale_dtype": "float32", "shapes": {"../../x": [1, 2]}}',
+    ],
+)
 def test_a_damaged_manifest_is_named(content, prepared):
     (prepared / "bakron" / "hessians" / "manifest.json").write_text(content)
     with pytest.raises(OutputError, match=r"manifest\.json is damaged"):
         bakron.solve_shard(prepared, 1, 1)
+
+
+def test_a_manifest_of_another_model_is_refused(prepared, place):
+    file = prepared / "bakron" / "hessians" / "manifest.json"
+    told = json.loads(file.read_text())
+    told["shapes"].popitem()
+    file.write_text(json.dumps(told))
+    with pytest.raises(OutputError, match=r"manifest\.json is damaged: it is of another model"):
+        bakron.quantize(place / "model", prepared, **options(place))
 
 
 def test_a_factor_that_cannot_be_used_stops_its_shard_and_falls_back_if_prepared_so(prepared, place, monkeypatch):

@@ -31,7 +31,7 @@ def model_card(summary: dict[str, Any], *, tokenizer: bool) -> str:
 {base}library_name: {"gguf" if recipe["format"] == "gguf" else "transformers"}
 tags: [quantized, bakron]
 ---
-# {Path(summary["model"]).name}, {recipe["levels"]} levels
+# {" ".join(Path(summary["model"]).name.split())}, {recipe["levels"]} levels
 
 Quantized with bakron {summary["versions"]["bakron"]} by {HOW[recipe["method"]]}: {recipe["levels"]} levels, {groups},
 {summary["bits_per_weight"]} bits per quantized weight including scales ({summary["stored_bits_per_weight"]} as stored);

@@ -99,10 +99,10 @@ class Attention:
         scale, length = c.square() + s.square(), other.shape[-2]
         # A query sees keys up to its own position, a key is seen by queries from its own position on: the same, from the end.
         if side == "q":
-            seen = self._running(other.square().sum(1), 1) * self.groups
+            seen = self._running(other.square().sum(1)) * self.groups
             c, s, weight, other = c.flip(0), s.flip(0), weight.flip(0), other.flip(2)
         else:
-            seen = self._running(other.square().sum(1).flip(1), 1).flip(1)
+            seen = self._running(other.square().sum(1).flip(1)).flip(1)
         grouped = other.unflatten(1, (-1, 1 if side == "q" else self.groups))
         heads = grouped.permute(1, 3, 0, 2, 4).flatten(2, 3)  # [key heads, T, sequences and heads of the group, head_dim]
 
@@ -126,13 +126,13 @@ class Attention:
                 term += (K * one).sum(1)
         cc, cs, ss = terms
         B = cc + cs @ P + (cs @ P).mT + P.T @ ss @ P
-        return B.repeat_interleave(self.groups, 0) if side == "q" else B, (seen * scale).sum(-1)
+        return B.repeat_interleave(self.groups, 0) if side == "q" else B, (seen * scale).sum(-1).to(other)
 
-    def _running(self, z: Tensor, dim: int) -> Tensor:
-        """Sums of `z` over each position and those before it that its window reaches."""
-        sums = z.cumsum(dim)
-        if self.window is not None and self.window < z.shape[dim]:
-            sums.narrow(dim, self.window, z.shape[dim] - self.window).sub_(z.cumsum(dim).narrow(dim, 0, z.shape[dim] - self.window))
+    def _running(self, z: Tensor) -> Tensor:
+        """Sums of `z [sequences, T, ...]`, not negative, over each position and those before it that its window reaches, float64: a window's is a difference."""
+        sums = z.double().cumsum(1)
+        if self.window is not None and self.window < z.shape[1]:
+            sums = torch.cat([sums[:, : self.window], (sums[:, self.window :] - sums[:, : -self.window]).clamp_min(0)], 1)
         return sums
 
     def _rotation(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bakron.errors import ModelError
 from bakron.models.layout import EXPERTS, layout_of
+from bakron.models.weights import untied
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ORIGINAL = "Start from the original checkpoint"
@@ -74,7 +75,11 @@ def fill(empty: Any, model: Any, tied: dict[str, str], dtype: torch.dtype) -> No
     Raises:
         ModelError: The two do not have the same weights.
     """
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
+    whole = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    for alias, owner in tied.items():
+        if alias in whole and owner in whole and not torch.equal(whole[alias], whole[owner]):
+            raise untied(type(model).__name__, alias, owner)
+    state = {name: tensor for name, tensor in whole.items() if name not in tied}
     for name, tensor in state.items():
         state[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
     told = empty.load_state_dict(state, assign=True, strict=False)

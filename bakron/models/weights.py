@@ -104,7 +104,7 @@ class Weights:
         name: Of the model, for messages.
 
     Raises:
-        ModelError: Weights are missing, have other shapes than the model, or have no place in it.
+        ModelError: Weights are missing, have other shapes than the model, have no place in it, or are two where the config has one.
     """
 
     def __init__(self, model: PreTrainedModel, reader: Reader, name: str) -> None:
@@ -116,8 +116,11 @@ class Weights:
         for alias, owner in tied_names(model).items():
             key, other = (alias, owner) if owner in self._plain else (owner, alias)
             if other in self._plain:
-                self._plain[key] = self._plain[other]
+                self._plain.setdefault(key, self._plain[other])
         self._refuse(unused)
+        for alias, owner in tied_names(model).items():
+            if self._plain[alias] != self._plain[owner] and not torch.equal(reader.get(self._plain[alias]), reader.get(self._plain[owner])):
+                raise untied(name, alias, owner)
 
     def get(self, name: str) -> Tensor:
         """One parameter in float32, a copy (integers stay what they are).
@@ -251,6 +254,15 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 over names and values of all weights of a model in memory."""
     return digest(sorted(model.state_dict().items()))
+
+
+def untied(model: str, alias: str, owner: str) -> ModelError:
+    """What to say where a tied parameter is not what it is tied to: one of the two would be lost."""
+    return ModelError(
+        f"{alias} of {model} differs from {owner}, although its config ties them",
+        "one and the same",
+        "Set tie_word_embeddings to false in the config to keep both",
+    )
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
