@@ -249,7 +249,7 @@ def unfinished(place):
         (dict(levels=15, seed=2), "levels (7 there, 15 here); seed (0 there, 2 here)"),
         (dict(damp_b=0.5), "damp_b (1.0 there, 0.5 here)"),
         (dict(data="other.txt"), "data ("),
-        (dict(method="rtn", sequences=64, length=512), "method (bakron there, rtn here); hessian (backprop there, None here)"),
+        (dict(method="rtn", sequences=64, length=512), "method (bakron there, rtn here); hessian (backprop there, not given here)"),
     ],
     ids=str,
 )
