@@ -227,7 +227,7 @@ def test_tokenizer_missing(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     message = refusal(load.read_tokenizer, load.find(str(tmp_path)))
     assert message.startswith(f"no tokenizer can be loaded from {tmp_path}: ") and message.endswith(
-        "expected a tokenizer beside the model."
+        "expected a tokenizer beside the model. Copy one there, or give token ids as data= in Python."
     )
 
 
