@@ -26,6 +26,7 @@ from bakron.solver.orders import arrange
 
 Progress = Callable[[str, int, int], None]
 FEW = 1 / 16  # tokens per input below which an expert is rounded to nearest: feedback from so few makes it worse as often as better
+LARGE = 1 << 20  # weights of a linear from which on what its solve has freed is given back at once, and not with the block
 RETRIES, RAISE, LARGEST_DAMPING = 8, 10.0, 10.0
 
 
@@ -132,7 +133,8 @@ def run(
                 rounded[name].event["elapsed"] = round(time.perf_counter() - clock.begun, 3)
                 rounded[name].event["memory"] = memory()
                 observe(rounded[name].event)
-                trim()
+                if linears[name].weight.numel() >= LARGE:
+                    trim()
             rounded = _exchanged(walk, i, rounded, observe)
         with clock.stage("write"):
             if ranks.first():
